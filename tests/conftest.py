@@ -1,0 +1,32 @@
+"""Fixtures shared by the tests: an open `Jobs` on every kind of store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import trio
+
+import trio_jobs
+from trio_jobs import Jobs, SqliteStore
+
+STORES = ["memory", "file", "apsw"]
+
+
+@pytest.fixture(params=STORES)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> SqliteStore:
+    """A store of each kind, not yet open."""
+    if request.param == "memory":
+        return SqliteStore(":memory:")
+    if request.param == "apsw":
+        return SqliteStore(tmp_path / "jobs.db", driver="apsw")
+    return SqliteStore(tmp_path / "jobs.db")
+
+
+@pytest.fixture
+async def jobs(store: SqliteStore) -> AsyncIterator[Jobs]:
+    """An open `Jobs` on each kind of store (under the clock the test asks for)."""
+    async with trio_jobs.open_jobs(store) as opened:
+        yield opened

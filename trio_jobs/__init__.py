@@ -1,0 +1,46 @@
+"""Background jobs that survive a crash, for Trio applications, on one SQLite file."""
+
+# General layout:
+#
+# What an application writes down (inert): _kinds, with _codec for typed values <-> bytes.
+# Every decision, pure: _lifecycle, on the values of _model.
+# Where rows are kept: the seam _store, and sqlite (with _drivers) behind it.
+# Off the Trio thread and back, time, and who is woken: _bridge, _clock, _hub.
+# What callers use: _jobs. What runs handlers: _runner, with _pool (poller and workers),
+# _keeper (leases and limits), _probation (lost jobs); _attempt is one start of a job.
+
+from ._attempt import Attempt as Attempt, Fail as Fail, RetryLater as RetryLater
+from ._errors import (
+    JobFailed as JobFailed,
+    JobNotFound as JobNotFound,
+    LeaseLost as LeaseLost,
+    PayloadError as PayloadError,
+    StateError as StateError,
+    StoreBusy as StoreBusy,
+    StoreError as StoreError,
+    TrioJobsError as TrioJobsError,
+)
+from ._jobs import (
+    Job as Job,
+    Jobs as Jobs,
+    PastAttempt as PastAttempt,
+    open_jobs as open_jobs,
+)
+from ._kinds import (
+    Handler as Handler,
+    Kind as Kind,
+)
+from ._model import Failure as Failure, State as State
+from ._retry import (
+    Retry as Retry,
+    constant as constant,
+    exponential as exponential,
+    quadratic as quadratic,
+)
+from ._runner import (
+    Runner as Runner,
+    Statistics as Statistics,
+    run_once as run_once,
+    serve as serve,
+)
+from .sqlite import SqliteStore as SqliteStore

@@ -1,0 +1,452 @@
+"""One attempt, from its claim to its settled change, read from top to bottom.
+
+`Attempt` is what a handler sees. `Execution` is the runner's side of it: it starts the
+handler, knows why it was stopped, decides by the pure table what that comes to, and
+writes the end under the fence.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+
+import msgspec
+import outcome
+import trio
+
+from . import _lifecycle
+from ._bridge import Bridge, Write
+from ._checks import seconds
+from ._clock import MICROSECONDS, Clock, microseconds
+from ._codec import safe_text
+from ._errors import LeaseLost, PayloadError, StoreError
+from ._kinds import Handler, Kind
+from ._lifecycle import End
+from ._model import Change, ClaimedJob, Failure, Fence, Instant, Refused, Row, State
+
+if TYPE_CHECKING:
+    from ._jobs import Jobs
+
+P = TypeVar("P")
+R = TypeVar("R")
+
+_log = logging.getLogger("trio_jobs")
+
+# Timeouts and deadlines act strictly after their instant: an end at it counts.
+STRICTLY_AFTER: Final = 1_000
+
+FIRST_REPEAT: Final = 0.05
+LONGEST_REPEAT: Final = 2.0
+"""Seconds between two tries of a write that the store refused."""
+
+_INTERNAL_ERROR: Final = "internal error"
+
+
+class Fail(Exception):
+    """Raise it in a handler to fail with a text that is stored and may be shown to anyone.
+
+    `retry=False` fails the job for good, whatever attempts are left.
+    """
+
+    def __init__(self, message: str, *, retry: bool = True) -> None:
+        if not isinstance(message, str):
+            raise TypeError(f"the message of a Fail must be a str, not {type(message).__name__}")
+        super().__init__(message)
+        self.message = message
+        self.retry = retry
+
+
+class RetryLater(Exception):
+    """Raise it in a handler to be started again in so many seconds; uses up no attempt."""
+
+    def __init__(self, seconds_from_now: float) -> None:
+        self.seconds = seconds(seconds_from_now, "the seconds of a RetryLater")
+        super().__init__(self.seconds)
+
+
+class Attempt(Generic[P, R]):
+    """What a handler gets: its payload, where it stands, and a way to publish."""
+
+    __slots__ = (
+        "_published",
+        "_write_published",
+        "job_id",
+        "jobs",
+        "kind",
+        "number",
+        "payload",
+        "token",
+    )
+
+    def __init__(
+        self,
+        *,
+        payload: P,
+        number: int,
+        job_id: int,
+        kind: str,
+        token: int,
+        jobs: Jobs,
+        published: R | None,
+        write_published: Callable[[R], Awaitable[None]],
+    ) -> None:
+        self.payload = payload
+        self.number = number
+        """Which attempt of this job it is, from 1."""
+        self.job_id = job_id
+        """The same in every attempt: an idempotency key for the outside."""
+        self.kind = kind
+        """The name of the kind."""
+        self.token = token
+        """Larger in every later start of this job: with it others can refuse a stale writer."""
+        self.jobs = jobs
+        """For a handler that enqueues."""
+        self._published = published
+        self._write_published = write_published
+
+    @property
+    def published(self) -> R | None:
+        """What was published last, by this attempt or an earlier one; None if nothing was,
+        or if it does not fit the result type any more."""
+        return self._published
+
+    async def publish(self, value: R) -> None:
+        """Store a partial result; when this returns it is on disk and readers see it.
+
+        Raises `LeaseLost` if this attempt is over (then nothing was written), `PayloadError`
+        for a value that does not fit the result type, `StoreError` if the store refused.
+        """
+        await self._write_published(value)
+        self._published = value
+
+    def __repr__(self) -> str:
+        return f"<Attempt {self.number} of job {self.job_id} {self.kind!r}>"
+
+
+class Stop(enum.Enum):
+    """Why we cancelled a handler's scope; the order is the precedence of the reasons."""
+
+    CANCEL = enum.auto()
+    DEADLINE = enum.auto()
+    TIMEOUT = enum.auto()
+    FENCE = enum.auto()
+    SHUTDOWN = enum.auto()
+
+
+class Execution:
+    """One claimed job in the hands of a runner."""
+
+    __slots__ = (
+        "_bridge",
+        "_clock",
+        "_decision_now",
+        "_jobs",
+        "_lease",
+        "_may_be_written",
+        "_payload",
+        "_scope",
+        "_stops",
+        "_timeout_at",
+        "_was",
+        "_written",
+        "handler",
+        "is_handling",
+        "is_over",
+        "kept_from",
+        "keyboard_interrupt",
+        "row",
+        "taken_up",
+    )
+
+    def __init__(
+        self,
+        claimed: ClaimedJob,
+        handler: Handler,
+        jobs: Jobs,
+        *,
+        lease: int,
+        kept_from: Instant,
+        decision_now: Callable[[], Instant],
+        written: Callable[[Change], None],
+    ) -> None:
+        self.row = claimed.row
+        self.handler = handler
+        self.taken_up = claimed.taken_up
+        self.is_handling = False
+        """The handler is under way."""
+        self.is_over = False
+        """The attempt has its end, or has lost its fence: it writes nothing any more."""
+        self.kept_from = kept_from
+        """The instant the newest committed lease was computed from."""
+        self.keyboard_interrupt: BaseException | None = None
+        self._payload: bytes | None = claimed.payload
+        self._was = claimed.was
+        self._jobs = jobs
+        self._bridge: Bridge = jobs._bridge
+        self._clock: Clock = jobs._clock
+        self._decision_now = decision_now
+        self._written = written
+        self._lease = lease
+        self._scope: trio.CancelScope | None = None
+        self._stops: set[Stop] = set()
+        self._timeout_at: Instant | None = None
+        self._may_be_written = False
+
+    @property
+    def fence(self) -> Fence:
+        return self.row.fence
+
+    @property
+    def lease_until(self) -> Instant:
+        return self.kept_from + self._lease
+
+    # What the runner's loops do to it.
+
+    def stop(self, why: Stop) -> None:
+        """Cancel the handler's scope, or keep it from starting."""
+        self._stops.add(why)
+        if self._scope is not None:
+            self._scope.cancel()
+
+    def cancel_was_requested(self) -> None:
+        if not self.row.cancel_requested:
+            self.row = msgspec.structs.replace(self.row, cancel_requested=True)
+            self.stop(Stop.CANCEL)
+
+    def lose(self) -> None:
+        """Somebody else has the row: whatever this attempt comes to, it is not written."""
+        if not self.is_over:
+            self.is_over = True
+            _log.warning("%s has lost its lease; the attempt is stopped", self)
+            self.stop(Stop.FENCE)
+
+    def next_limit(self) -> Instant:
+        """When `check` has something to do at the earliest."""
+        limit = self.kept_from + self._lease - self._lease // 6
+        if self._timeout_at is not None:
+            limit = min(limit, self._timeout_at + STRICTLY_AFTER)
+        if self.row.deadline is not None:
+            limit = min(limit, self.row.deadline + STRICTLY_AFTER)
+        return limit
+
+    def check(self, now: Instant) -> None:
+        """Stop the handler if its timeout, deadline or fence has passed."""
+        if self.row.deadline is not None and self.row.deadline + STRICTLY_AFTER <= (
+            self._decision_now()
+        ):
+            self.stop(Stop.DEADLINE)
+        if self._timeout_at is not None and self._timeout_at + STRICTLY_AFTER <= now:
+            self.stop(Stop.TIMEOUT)
+        # Before the lease ends somebody else cannot have the row, so stopping now is in
+        # time. After it (the loop was blocked, the machine asleep) only the store knows:
+        # then the lease keeper asks, and a row that nobody took is simply kept.
+        if self.kept_from + self._lease - self._lease // 6 <= now < self.lease_until:
+            self.stop(Stop.FENCE)
+
+    # What a worker does with it.
+
+    async def run(self, begins: Callable[[Execution], None]) -> End:
+        """Start the handler and see how it ends; `begins` is called if it does start."""
+        row, kind = self.row, self.handler.kind
+        late = row.deadline is not None and row.deadline <= self._decision_now()
+        if late or self._stops or self._clock.now() >= self.lease_until:
+            return _lifecycle.NeverStarted(self._was)
+        assert self._payload is not None
+        try:
+            payload = kind.payload_codec.decode(self._payload)
+        except PayloadError as error:
+            _log.error("%s: %s", self, error)
+            return _lifecycle.RefusedForGood(Failure("payload does not decode"))
+        self._payload = None
+        attempt = Attempt(
+            payload=payload,
+            number=row.attempt,
+            job_id=row.id,
+            kind=row.kind,
+            token=row.claims,
+            jobs=self._jobs,
+            published=self._published_so_far(),
+            write_published=self._publish,
+        )
+        if kind.timeout is not None:
+            self._timeout_at = self._clock.now() + microseconds(kind.timeout)
+        returned = False
+        value: object = None
+        raised: BaseException | None = None
+        self.is_handling = True
+        begins(self)
+        self._scope = trio.CancelScope()
+        try:
+            with self._scope:
+                value = await _call(self.handler.fn, attempt)
+                returned = True
+        except BaseException as error:  # every one of them is this attempt's end
+            raised = error
+        finally:
+            self._scope = None
+            self.is_handling = False
+        if trio.current_effective_deadline() == -math.inf:
+            self._stops.add(Stop.SHUTDOWN)  # the runner itself is being cancelled
+        return self._verdict(kind, returned, value, raised)
+
+    async def settle(self, end: End, submit: Callable[[Write], None]) -> Change | None:
+        """Write the end under the fence; None if the attempt was over already.
+
+        Raises `StoreError` if the store refused to write; see `settle_patiently`.
+        """
+        while not self.is_over:
+            policy = self.handler.kind.policy
+            change = _lifecycle.ended(self.row, end, policy, self._decision_now())
+            # Told before anybody who waits for the job is woken: statistics are never behind.
+            write = Write("apply", [change], self._tell_if_written(change))
+            submit(write)
+            refused: Refused | None
+            [refused] = await self._bridge.outcome_of(write)
+            if refused is not None and self._is_own_end(change.after, refused.row):
+                self._written(change)
+                refused = None
+            if refused is None:
+                self.is_over = True
+                return change
+            if refused.row is not None and self._is_held(refused.row):
+                self.row = refused.row  # a cancel was requested: decide again
+            else:
+                self.lose()
+        return None
+
+    def _tell_if_written(self, change: Change) -> Callable[[outcome.Outcome[Any]], None]:
+        def done(result: outcome.Outcome[Any]) -> None:
+            if isinstance(result, outcome.Value) and result.value == [None]:
+                self._written(change)
+
+        return done
+
+    async def settle_patiently(self, end: End) -> Change | None:
+        """Settle with a store that refuses: ask again until the lease ends.
+
+        After that the row belongs to whoever claims it, and None is returned.
+        """
+        wait = FIRST_REPEAT
+        while True:
+            left = (self.lease_until - self._clock.now()) / MICROSECONDS
+            await trio.sleep(max(0, min(wait, left)))
+            wait = min(2 * wait, LONGEST_REPEAT)
+            try:
+                return await self.settle(end, self._bridge.submit)
+            except StoreError as error:
+                self._may_be_written = self._may_be_written or error.is_outcome_unknown
+                if left <= 0:
+                    self.is_over = True
+                    _log.error("%s: its end could not be written, given up: %s", self, error)
+                    return None
+
+    async def hand_back(self) -> Change | None:
+        """Give the row back as it was before the claim."""
+        return await self.settle_patiently(_lifecycle.NeverStarted(self._was))
+
+    async def _publish(self, value: object) -> None:
+        codec = self.handler.kind.result_codec
+        data = codec.encode(value, self._jobs._max_payload)
+        while self.is_handling and not self.is_over:
+            [refused] = await self._bridge.apply([_lifecycle.published(self.row, data)])
+            if refused is None:
+                self.row = msgspec.structs.replace(self.row, result=data)
+                return
+            if refused.row is None or not self._is_held(refused.row):
+                self.lose()
+            elif refused.row.cancel_requested:
+                self.cancel_was_requested()
+        await trio.lowlevel.checkpoint()
+        raise LeaseLost(f"this attempt of job {self.row.id} ({self.row.kind}) is over")
+
+    def _published_so_far(self) -> object:
+        if self.row.result is None:
+            return None
+        try:
+            return self.handler.kind.result_codec.decode(self.row.result)
+        except PayloadError as error:
+            _log.warning("%s cannot read what was published before: %s", self, error)
+            return None
+
+    def _verdict(
+        self, kind: Kind[Any, Any], returned: bool, value: object, raised: BaseException | None
+    ) -> End:
+        """What the attempt comes to. Once we stopped it, an exception counts as our reason."""
+        if raised is not None:
+            interrupt = next((e for e in _leaves(raised) if isinstance(e, KeyboardInterrupt)), None)
+            if interrupt is not None:
+                self.keyboard_interrupt = interrupt
+                self._stops.add(Stop.SHUTDOWN)
+            elif self._stops:
+                _log.warning("%s raised while it was stopped", self, exc_info=raised)
+        if Stop.DEADLINE in self._stops:
+            return _lifecycle.DeadlinePassed()
+        if returned:
+            return self._returned(kind, value)
+        if Stop.TIMEOUT in self._stops:
+            return _lifecycle.Raised(_lifecycle.TIMED_OUT, "timed out")
+        if Stop.FENCE in self._stops:
+            return _lifecycle.LeaseOver()
+        if self._stops:
+            return _lifecycle.InterruptedByShutdown()
+        assert raised is not None
+        return self._raised(raised)
+
+    def _returned(self, kind: Kind[Any, Any], value: object) -> End:
+        try:
+            return _lifecycle.Returned(kind.result_codec.encode(value, self._jobs._max_payload))
+        except PayloadError as error:
+            _log.error("%s: %s", self, error)
+            return _lifecycle.RefusedForGood(Failure("result does not fit"))
+
+    def _raised(self, error: BaseException) -> End:
+        leaves = list(_leaves(error))
+        fails = [leaf for leaf in leaves if isinstance(leaf, Fail)]
+        if len(fails) == len(leaves):
+            failure = Failure(safe_text(fails[0].message))
+            if all(fail.retry for fail in fails):
+                return _lifecycle.Raised(failure)
+            return _lifecycle.RefusedForGood(failure)
+        postponed = [leaf.seconds for leaf in leaves if isinstance(leaf, RetryLater)]
+        if len(postponed) == len(leaves):
+            return _lifecycle.RetryAfter(microseconds(max(postponed)))
+        _log.error("%s raised", self, exc_info=error)
+        return _lifecycle.Raised(Failure(_INTERNAL_ERROR, safe_text(_type_name(error), 1_000)))
+
+    def _is_held(self, now: Row) -> bool:
+        return now.state is State.RUNNING and now.fence == self.fence
+
+    def _is_own_end(self, mine: Row, now: Row | None) -> bool:
+        # Only after a commit of unknown outcome: then the refusal may be our own doing.
+        return (
+            self._may_be_written
+            and now is not None
+            and now.fence == mine.fence
+            and now.state is mine.state
+        )
+
+    def __str__(self) -> str:
+        return f"job {self.row.id} ({self.row.kind}), attempt {self.row.attempt}"
+
+
+@trio.lowlevel.disable_ki_protection
+async def _call(fn: Callable[[Attempt[Any, Any]], Awaitable[Any]], attempt: Any) -> Any:
+    return await fn(attempt)
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for part in error.exceptions:
+            yield from _leaves(part)
+    else:
+        yield error
+
+
+def _type_name(error: BaseException) -> str:
+    name = type(error).__name__
+    if isinstance(error, BaseExceptionGroup):
+        return f"{name}({', '.join(_type_name(part) for part in error.exceptions)})"
+    return name

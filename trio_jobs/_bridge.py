@@ -1,0 +1,352 @@
+"""Where the store's blocking calls leave the Trio thread, and where writes gather.
+
+One thread writes. While it is in a commit, the writes of all tasks gather; they go
+together in the next transaction, so that one fsync serves them all. Nothing ever waits
+on a timer for company. A write that makes its batch fail is found by repeating them one
+by one. Reads go to another connection in another thread.
+
+An inline store has no threads: its batches are committed on the Trio thread, in the next
+tick, by the same code.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal, TypeAlias, TypeVar
+
+import outcome
+import trio
+
+from ._clock import Clock
+from ._errors import StoreBusy, StoreError
+from ._model import Change, Claimed, Fence, Instant, NewJob, Refused, Row
+from ._store import Store
+
+T = TypeVar("T")
+
+# More answers in one tick make the last of them late: 1000 tasks woken at once, 13 ms.
+MAX_BATCH: Final = 250
+
+Verb: TypeAlias = Literal["apply", "add", "renew", "claim"]
+
+
+class Write:
+    """What one caller wants written, and then what became of it.
+
+    `done` is called on the Trio thread when `result` holds the outcome. `items` may be a
+    function: then it is called when the batch is formed, so that what it says is fresh.
+    """
+
+    __slots__ = ("done", "is_taken", "items", "result", "verb")
+
+    def __init__(
+        self, verb: Verb, items: Any, done: Callable[[outcome.Outcome[Any]], None] | None = None
+    ) -> None:
+        self.verb = verb
+        self.items = items
+        self.done = done
+        self.is_taken = False
+        self.result: outcome.Outcome[Any] | None = None
+
+
+class Bridge:
+    """Carries calls from Trio tasks to one store. `tell` hears of every committed row."""
+
+    def __init__(self, store: Store, clock: Clock, tell: Callable[[Sequence[Row]], None]) -> None:
+        self.clock = clock
+        self._store = store
+        self._tell = tell
+        self._token = trio.lowlevel.current_trio_token()
+        self._readers = trio.CapacityLimiter(1)
+        self._pending: list[Write] = []
+        self._gathered = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._flush_is_due = False
+        self._is_closed = False
+        self._in_flight = 0
+        self._quiet: trio.Event | None = None
+        _open_bridges.add(self)
+
+    async def open(self) -> None:
+        """Open the store and start the writing thread. Raises what `Store.open` raises."""
+        if self._store.inline:
+            await trio.lowlevel.checkpoint()
+            self._store.open()
+            return
+        self._begin()
+        try:
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(self._store.open, limiter=self._readers)
+        finally:
+            self._end(1)
+        self._thread = threading.Thread(target=self._work, name="trio_jobs writer", daemon=True)
+        self._thread.start()
+
+    async def close(self) -> None:
+        """Finish the commit that is under way; what still waits gets ClosedResourceError."""
+        with self._gathered:
+            self._is_closed = True
+            waiting, self._pending = self._pending, []
+            self._gathered.notify()
+        for write in waiting:
+            write.result = outcome.capture(self.raise_if_closed)
+        self._deliver(waiting)
+        with trio.CancelScope(shield=True):
+            if self._store.inline:
+                self._store.close()
+                await trio.lowlevel.checkpoint()
+            else:
+                self._begin()
+                try:
+                    await trio.to_thread.run_sync(self._shut, limiter=trio.CapacityLimiter(1))
+                finally:
+                    self._end(1)
+        _open_bridges.discard(self)
+
+    # Writing. The four verbs of the store that wait for a commit.
+
+    async def add(self, jobs: Sequence[NewJob]) -> list[tuple[Row, bool]]:
+        result: list[tuple[Row, bool]] = await self._write("add", jobs)
+        return result
+
+    async def apply(self, changes: Sequence[Change]) -> list[Refused | None]:
+        result: list[Refused | None] = await self._write("apply", changes)
+        return result
+
+    async def renew(self, fences: Sequence[Fence], until: Instant) -> dict[Fence, bool]:
+        result: dict[Fence, bool] = await self._write("renew", (fences, until))
+        return result
+
+    @trio.lowlevel.enable_ki_protection
+    def submit(self, *writes: Write) -> None:
+        """Write them in one transaction as soon as may be; for callers that do not wait."""
+        self.raise_if_closed()
+        with self._gathered:
+            self._pending.extend(writes)
+            self._gathered.notify()
+        self._begin(len(writes))
+        if self._thread is None and not self._flush_is_due:
+            self._flush_is_due = True
+            self._token.run_sync_soon(self._flush)
+
+    async def outcome_of(self, write: Write) -> Any:
+        """Wait for what was submitted. A cancelled wait gives up; the write goes on."""
+        if write.result is not None:
+            await trio.lowlevel.checkpoint()
+            return write.result.unwrap()
+
+        def abort(_: Any) -> trio.lowlevel.Abort:
+            write.done = None
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        return await _parked(write, abort)
+
+    def raise_if_closed(self) -> None:
+        """Raise `trio.ClosedResourceError` once `close` has begun."""
+        if self._is_closed:
+            raise trio.ClosedResourceError("this Jobs was closed when its block ended")
+
+    @trio.lowlevel.enable_ki_protection
+    async def _write(self, verb: Verb, items: Any) -> Any:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        write = Write(verb, items)
+        self.submit(write)
+
+        def abort(_: Any) -> trio.lowlevel.Abort:
+            # Taken into a transaction it will have an outcome, and the caller gets to know it.
+            withdrawn = self._withdraw(write)
+            return trio.lowlevel.Abort.SUCCEEDED if withdrawn else trio.lowlevel.Abort.FAILED
+
+        return await _parked(write, abort)
+
+    def _withdraw(self, write: Write) -> bool:
+        with self._gathered:
+            if write.is_taken:
+                return False
+            self._pending.remove(write)
+        self._end(1)
+        return True
+
+    # Reading.
+
+    async def read(self, call: Callable[[Store], T]) -> T:
+        """Call one of the store's reading verbs."""
+        self.raise_if_closed()
+        if self._store.inline:
+            await trio.lowlevel.checkpoint()
+            return call(self._store)
+        self._begin()
+        try:
+            return await trio.to_thread.run_sync(call, self._store, limiter=self._readers)
+        finally:
+            self._end(1)
+
+    async def wait_quiet(self) -> bool:
+        """Wait until no call is under way. True if there was one."""
+        if not self._in_flight:
+            return False
+        if self._quiet is None:
+            self._quiet = trio.Event()
+        await self._quiet.wait()
+        return True
+
+    # The Trio thread's side of a batch.
+
+    def _begin(self, calls: int = 1) -> None:
+        if self._in_flight == 0 and not self._store.inline:
+            self.clock.hold()
+        self._in_flight += calls
+
+    def _end(self, calls: int) -> None:
+        self._in_flight -= calls
+        if self._in_flight == 0:
+            if not self._store.inline:
+                self.clock.release()
+            if self._quiet is not None:
+                self._quiet.set()
+                self._quiet = None
+
+    def _flush(self) -> None:
+        self._flush_is_due = False
+        batch = self._take()
+        if batch:
+            _commit(self._store, batch)
+            self._deliver(batch)
+            self._store.tidy()
+        if self._pending and not self._flush_is_due:
+            self._flush_is_due = True
+            self._token.run_sync_soon(self._flush)
+
+    def _deliver(self, batch: Sequence[Write]) -> None:
+        rows: list[Row] = []
+        for write in batch:
+            assert write.result is not None
+            if isinstance(write.result, outcome.Value):
+                rows += _committed_rows(write.verb, write.items, write.result.value)
+            if write.done is not None:
+                write.done(write.result)
+        if rows:
+            self._tell(rows)
+        if batch:
+            self._end(len(batch))
+
+    # The writing thread.
+
+    def _work(self) -> None:
+        while True:
+            with self._gathered:
+                while not self._pending and not self._is_closed:
+                    self._gathered.wait()
+                batch = self._take()
+            if not batch:
+                return
+            _commit(self._store, batch)
+            try:
+                self._token.run_sync_soon(self._deliver, batch)
+            except trio.RunFinishedError:
+                return  # the loop ended without closing us: nobody is left to be told
+            self._store.tidy()
+
+    def _take(self) -> list[Write]:
+        batch = self._pending[:MAX_BATCH]
+        del self._pending[:MAX_BATCH]
+        for write in batch:
+            write.is_taken = True
+        return batch
+
+    def _shut(self) -> None:
+        self._store.close()
+        if self._thread is not None:
+            self._thread.join()
+
+
+def _commit(store: Store, batch: Sequence[Write]) -> None:
+    """Give every write of the batch its result; never raises."""
+    try:
+        for write in batch:
+            if callable(write.items):
+                write.items = write.items()
+        with store.transaction():
+            results = _perform(store, batch)
+        for write, result in zip(batch, results, strict=True):
+            write.result = outcome.Value(result)
+    except Exception as error:
+        hopeless = isinstance(error, StoreBusy) or (
+            isinstance(error, StoreError) and (error.is_permanent or error.is_outcome_unknown)
+        )
+        for write in batch:
+            if len(batch) == 1 or hopeless:
+                write.result = outcome.Error(_copy(error))
+            else:
+                _commit(store, [write])
+
+
+def _perform(store: Store, batch: Sequence[Write]) -> list[Any]:
+    """One statement's worth for all who ask the same; ends first, so that a claim sees them."""
+    results: dict[int, Any] = {}
+    changes = [write for write in batch if write.verb == "apply"]
+    if changes:
+        refusals = iter(store.apply([change for write in changes for change in write.items]))
+        for write in changes:
+            results[id(write)] = [next(refusals) for _ in write.items]
+    adds = [write for write in batch if write.verb == "add"]
+    if adds:
+        added = iter(store.add([job for write in adds for job in write.items]))
+        for write in adds:
+            results[id(write)] = [next(added) for _ in write.items]
+    for write in batch:
+        if write.verb == "renew":
+            results[id(write)] = store.renew(*write.items)
+    for write in batch:
+        if write.verb == "claim":
+            results[id(write)] = store.claim(write.items)
+    return [results[id(write)] for write in batch]
+
+
+def _committed_rows(verb: Verb, items: Any, result: Any) -> list[Row]:
+    if verb == "add":
+        return [row for row, is_new in result if is_new]
+    if verb == "apply":
+        pairs = zip(items, result, strict=True)
+        return [change.after for change, refused in pairs if refused is None]
+    if verb == "claim":
+        claimed: Claimed = result
+        return [change.after for change in claimed.settled]
+    return []
+
+
+def _copy(error: Exception) -> Exception:
+    # Each caller raises its own: one object raised in many tasks mixes their tracebacks.
+    try:
+        copy = type(error)(*error.args)
+    except Exception:
+        return error
+    copy.__cause__ = error
+    if isinstance(error, StoreError) and isinstance(copy, StoreError):
+        copy.is_permanent = error.is_permanent
+        copy.is_outcome_unknown = error.is_outcome_unknown
+    return copy
+
+
+async def _parked(write: Write, abort: Callable[[Any], trio.lowlevel.Abort]) -> Any:
+    task = trio.lowlevel.current_task()
+    first = write.done
+
+    def done(result: outcome.Outcome[Any]) -> None:
+        if first is not None:
+            first(result)
+        trio.lowlevel.reschedule(task, result)
+
+    write.done = done
+    return await trio.lowlevel.wait_task_rescheduled(abort)
+
+
+def bridges_here() -> list[Bridge]:
+    """The open bridges of this Trio run."""
+    token = trio.lowlevel.current_trio_token()
+    return [bridge for bridge in _open_bridges if bridge._token is token]
+
+
+_open_bridges: weakref.WeakSet[Bridge] = weakref.WeakSet()

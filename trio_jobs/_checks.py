@@ -1,0 +1,58 @@
+"""What settings have to be: each check returns the value, or raises and names it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from typing import Final
+
+_MAX_PRIORITY: Final = 2**31
+
+
+def seconds(value: float, name: str, *, above: bool = False) -> float:
+    """A finite number of seconds from 0 on (`above`: more than 0), or ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, not {type(value).__name__}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or number < 0 or (above and number == 0):
+        least = "more than 0" if above else "0 or more"
+        raise ValueError(f"{name} must be finite and {least}, not {number}")
+    return number
+
+
+def text(value: str, name: str) -> str:
+    """A string that is not empty and can be stored, or an error that names it."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, not {type(value).__name__}")
+    if not value:
+        raise ValueError(f"{name} must not be empty")
+    return storable(value, name)
+
+
+def storable(value: str, name: str) -> str:
+    """Refuse what has no UTF-8 form (lone surrogates)."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} has a lone surrogate, which cannot be stored") from None
+    return value
+
+
+def priority_of(value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"priority must be an int, not {type(value).__name__}")
+    if not -_MAX_PRIORITY <= value < _MAX_PRIORITY:
+        raise ValueError("priority must fit in 32 bits")
+    return value
+
+
+def is_async(fn: object) -> bool:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(
+        getattr(fn, "__call__", None)  # noqa: B004 - the method of a callable object
+    )

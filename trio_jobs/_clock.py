@@ -1,0 +1,137 @@
+"""The one clock of an open `Jobs`: Unix time, or Trio's virtual time counted from EPOCH.
+
+Nothing else in the package reads a clock. Under `trio.testing.MockClock` leases, backoff
+and `trio.sleep` move together without any set-up, and a call that works in a thread holds
+the virtual clock: Trio counts a task that waits for a thread as idle, and would jump
+(python-trio/trio#456).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Final
+
+import trio
+from trio.testing import MockClock
+
+from ._lifecycle import LATEST
+from ._model import Instant
+
+EPOCH: Final = datetime(2020, 1, 1, tzinfo=UTC)
+"""The instant at which virtual time starts."""
+
+_UNIX_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND: Final = timedelta(microseconds=1)
+MICROSECONDS: Final = 1_000_000
+
+
+class Clock:
+    """Gives instants, and the Trio deadlines at which to wake for them."""
+
+    def __init__(self, source: Callable[[], float] | None = None) -> None:
+        trio_clock = trio.lowlevel.current_clock()
+        self._mock = trio_clock if isinstance(trio_clock, MockClock) else None
+        self.is_virtual = source is None and self._mock is not None
+        """No timer is a safety net: sleep to the next instant that matters, however far."""
+        if source is not None:
+            self._read = source
+        elif self._mock is not None:
+            mock, start = self._mock, EPOCH.timestamp()
+            self._read = lambda: start + mock.current_time()
+        else:
+            self._read = time.time
+
+    def now(self) -> Instant:
+        """Callable from any thread."""
+        return round(self._read() * MICROSECONDS)
+
+    def trio_deadline(self, instant: Instant | None, poll: float) -> float:
+        """When to wake for `instant` (None: there is none), as a Trio time.
+
+        On a real clock never later than in `poll` seconds, so that a stepped wall clock
+        costs one poll.
+        """
+        wait = math.inf if instant is None else max(0, instant - self.now()) / MICROSECONDS
+        return trio.current_time() + (wait if self.is_virtual else min(wait, poll))
+
+    def hold(self) -> None:
+        """Keep virtual time from jumping until `release`; counted over all holders."""
+        if self._mock is not None:
+            held = _held.setdefault(self._mock, _Hold())
+            if held.count == 0:
+                held.threshold = self._mock.autojump_threshold
+                self._mock.autojump_threshold = math.inf
+            held.count += 1
+
+    def release(self) -> None:
+        if self._mock is not None:
+            held = _held[self._mock]
+            held.count -= 1
+            # A test that set another threshold meanwhile keeps it.
+            if held.count == 0 and self._mock.autojump_threshold == math.inf:
+                self._mock.autojump_threshold = held.threshold
+
+
+class Alarm:
+    """A sleep until an instant, which others may cut short. For one sleeping task."""
+
+    def __init__(self, clock: Clock, poll: float) -> None:
+        self._clock = clock
+        self._poll = poll
+        self._event = trio.Event()
+        self._until: Instant | None = None
+
+    async def wait(self, instant: Instant | None, *, idle: bool = False) -> float | None:
+        """Sleep until then, or until `ring`. None if it rang, else how many seconds late it is.
+
+        `idle`: nothing is in hand that a stepped clock could spoil, so no poll is needed.
+        """
+        self._event = trio.Event()
+        self._until = instant
+        deadline = self._clock.trio_deadline(instant, math.inf if idle else self._poll)
+        with trio.move_on_at(deadline):
+            await self._event.wait()
+            return None
+        return trio.current_time() - deadline
+
+    def ring(self) -> None:
+        self._event.set()
+
+    def bring_forward(self, instant: Instant) -> None:
+        """Sleep no longer than until then."""
+        if self._until is None or instant < self._until:
+            self._event.set()
+
+
+class _Hold:
+    count = 0
+    threshold = math.inf
+
+
+_held: weakref.WeakKeyDictionary[MockClock, _Hold] = weakref.WeakKeyDictionary()
+
+
+def instant_of(moment: datetime, name: str) -> Instant:
+    """An aware datetime as an instant; ValueError for a naive one."""
+    if not isinstance(moment, datetime):
+        raise TypeError(f"{name} must be a datetime, not {type(moment).__name__}")
+    if moment.utcoffset() is None:
+        raise ValueError(f"{name} must be an aware datetime; this one has no time zone")
+    return min((moment - _UNIX_EPOCH) // _MICROSECOND, LATEST)
+
+
+def datetime_of(instant: Instant) -> datetime:
+    """The UTC datetime of an instant, clamped to the years a datetime can show."""
+    try:
+        return _UNIX_EPOCH + timedelta(microseconds=min(instant, LATEST))
+    except OverflowError:
+        return datetime.min.replace(tzinfo=UTC)
+
+
+def microseconds(seconds: float) -> int:
+    """A duration of this many seconds, no longer than until the year 9999."""
+    return round(min(seconds * MICROSECONDS, LATEST))

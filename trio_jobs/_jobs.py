@@ -1,0 +1,542 @@
+"""`open_jobs` and what it gives: enqueue, look, wait, cancel, retry.
+
+A `Jobs` never runs a handler. It turns what callers say into values for the store, and
+rows into immutable snapshots.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Generic, Protocol, TypeVar, cast, overload
+
+import trio
+
+from . import _lifecycle
+from ._bridge import Bridge
+from ._checks import priority_of, seconds, storable
+from ._clock import Clock, datetime_of, instant_of, microseconds
+from ._codec import Codec, decode_plain
+from ._errors import JobFailed, JobNotFound, PayloadError, StateError
+from ._hub import Hub, Listener, join_hub, leave_hub
+from ._kinds import Kind
+from ._lifecycle import IllegalTransition
+from ._model import Failure, Instant, NewJob, Outcome, PastStart, Row, State
+from ._store import Store
+from .sqlite import SqliteStore
+
+P = TypeVar("P")
+R = TypeVar("R")
+
+_MAX_ID = 2**63 - 1
+
+
+@dataclass(frozen=True, repr=False)
+class Job(Generic[R]):
+    """A job as it was when it was read; it never changes, read it again to see more.
+
+    `result` is the value published last while the job runs, and the final one afterwards.
+    It is decoded when it is read: PayloadError if what is stored does not fit (any more).
+    """
+
+    _row: Row
+    _result_codec: Codec | None = field(compare=False)
+
+    @property
+    def id(self) -> int:
+        return self._row.id
+
+    @property
+    def kind(self) -> str:
+        """The name of its kind."""
+        return self._row.kind
+
+    @property
+    def state(self) -> State:
+        return self._row.state
+
+    @property
+    def attempt(self) -> int:
+        """How many starts were counted in this life of the job."""
+        return self._row.attempt
+
+    @property
+    def priority(self) -> int:
+        return self._row.priority
+
+    @property
+    def key(self) -> str | None:
+        return self._row.key
+
+    @property
+    def enqueued_at(self) -> datetime:
+        return datetime_of(self._row.enqueued_at)
+
+    @property
+    def run_at(self) -> datetime:
+        """When it is or was due: for a job that waits for a retry, the instant of that."""
+        return datetime_of(self._row.run_at)
+
+    @property
+    def deadline(self) -> datetime | None:
+        return _datetime_or_none(self._row.deadline)
+
+    @property
+    def started_at(self) -> datetime | None:
+        """When its latest start was."""
+        return _datetime_or_none(self._row.started_at)
+
+    @property
+    def finished_at(self) -> datetime | None:
+        return _datetime_or_none(self._row.finished_at)
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why it failed last; None after a success."""
+        return self._row.failure
+
+    @property
+    def result(self) -> R | None:
+        data = self._row.result
+        if data is None:
+            return None
+        decode = decode_plain if self._result_codec is None else self._result_codec.decode
+        return cast("R", decode(data))
+
+    def unwrap(self) -> R:
+        """The final result. Raises `JobFailed` with the stored message if it ended without
+        one, `StateError` if it has not ended."""
+        if self.state is State.SUCCEEDED:
+            return cast("R", self.result)  # a stored null decodes to R too
+        if not self.state.is_final:
+            raise StateError(f"job {self.id} ({self.kind}) has not ended: it is {self.state.value}")
+        raise JobFailed(_why(self._row))
+
+    def to_dict(self) -> dict[str, object]:
+        """Everything as JSON-ready values; `result` is None where it cannot be decoded."""
+        try:
+            result = None if self._row.result is None else decode_plain(self._row.result)
+        except PayloadError:
+            result = None
+        row = self._row
+        return {
+            "id": row.id,
+            "kind": row.kind,
+            "status": row.state.value,
+            "result": result,
+            "error": None if row.failure is None else row.failure.message,
+            "error_type": None if row.failure is None else row.failure.type,
+            "attempt": row.attempt,
+            "priority": row.priority,
+            "key": row.key,
+            "enqueued_at": self.enqueued_at.isoformat(),
+            "run_at": self.run_at.isoformat(),
+            "deadline": _iso_or_none(row.deadline),
+            "started_at": _iso_or_none(row.started_at),
+            "finished_at": _iso_or_none(row.finished_at),
+        }
+
+    def __repr__(self) -> str:
+        return f"<Job {self.id} {self.kind!r}: {self.state.value}, attempt {self.attempt}>"
+
+
+@dataclass(frozen=True)
+class PastAttempt:
+    """One start of a job that did not succeed."""
+
+    number: int
+    """The attempt as it was counted at its claim."""
+    claim: int
+    """Which claim of the job it was; never repeats, also after a retry by hand."""
+    started_at: datetime
+    ended_at: datetime
+    outcome: Outcome
+    failure: Failure | None
+
+
+class Watcher(Protocol):
+    """A runner, as `Jobs` sees it."""
+
+    def heard(self, rows: Sequence[Row]) -> None:
+        """These rows were committed just now, by somebody in this process."""
+        ...
+
+    def written_elsewhere(self) -> None:
+        """A transaction that is not over has enqueued."""
+        ...
+
+
+@asynccontextmanager
+async def open_jobs(
+    store: str | os.PathLike[str] | Store,
+    *,
+    clock: Callable[[], float] | None = None,
+    max_payload: int = 1_000_000,
+) -> AsyncGenerator[Jobs]:
+    """Open the jobs of one file: a path, `":memory:"`, or a `SqliteStore`.
+
+    `clock` gives Unix seconds, from any thread; the default is `time.time`, or Trio's
+    virtual time under `trio.testing.MockClock`. `max_payload` bounds payloads and results:
+    bytes. Raises `StoreError` for a file that cannot be used (a newer schema, not a
+    database, not writable). After the block every use raises `trio.ClosedResourceError`.
+    """
+    if isinstance(max_payload, bool) or not isinstance(max_payload, int) or max_payload < 1:
+        raise ValueError(f"max_payload must be a positive number of bytes, not {max_payload!r}")
+    if clock is not None and not callable(clock):
+        raise TypeError(f"clock must be a callable, not {type(clock).__name__}")
+    if isinstance(store, str | os.PathLike):
+        store = SqliteStore(store)
+    jobs = Jobs(store, Clock(clock), max_payload)
+    await jobs._bridge.open()
+    listener = Listener(jobs._heard, jobs._written_elsewhere)
+    identity = store.identity
+    jobs._hub = join_hub(identity, listener)
+    try:
+        yield jobs
+    finally:
+        leave_hub(identity, listener)
+        await jobs._bridge.close()
+
+
+class Jobs:
+    """The jobs of one open file. Made by `open_jobs`; used from its Trio run only, but for
+    `enqueue_on`."""
+
+    def __init__(self, store: Store, clock: Clock, max_payload: int) -> None:
+        self._store = store
+        self._clock = clock
+        self._max_payload = max_payload
+        self._bridge = Bridge(store, clock, self._tell)
+        self._hub: Hub
+        self._watchers: set[Watcher] = set()
+        self._waiters: dict[int, set[_Waiter]] = {}
+
+    async def enqueue(
+        self,
+        kind: Kind[P, R],
+        payload: P,
+        *,
+        delay: float | None = None,
+        run_at: datetime | None = None,
+        deadline: datetime | None = None,
+        priority: int | None = None,
+        key: str | None = None,
+    ) -> Job[R]:
+        """Store a job; when this returns it is on disk and will run.
+
+        It becomes due `delay` seconds from now, or at `run_at` (the past means now). At or
+        after `deadline` it is not started any more. A `key` that a queued or running job
+        of this kind has gives that job, and nothing is inserted. Raises `PayloadError` for
+        a payload that does not fit its type or is too large, `ValueError` for options that
+        cannot be, `StoreBusy` or `StoreError` when the store refused: then nothing was
+        inserted (with a `key` the call is safe to repeat in any case).
+        """
+        now = self._clock.now()
+        due = self._due(now, delay, run_at)
+        job = self._new_job(kind, payload, now, due, deadline, priority, key)
+        [(row, _)] = await self._bridge.add([job])
+        return Job(row, kind.result_codec)
+
+    async def enqueue_many(
+        self,
+        kind: Kind[P, R],
+        payloads: Iterable[P],
+        *,
+        delay: float | None = None,
+        run_at: datetime | None = None,
+        deadline: datetime | None = None,
+        priority: int | None = None,
+        keys: Iterable[str | None] | None = None,
+    ) -> list[Job[R]]:
+        """Store all of them in one transaction, or none; the jobs come in payload order.
+
+        Options are those of `enqueue`; `keys` are as many as payloads.
+        """
+        now = self._clock.now()
+        due = self._due(now, delay, run_at)
+        payloads = list(payloads)
+        its_keys = [None] * len(payloads) if keys is None else list(keys)
+        if isinstance(keys, str) or len(its_keys) != len(payloads):
+            raise ValueError(f"{len(payloads)} payloads need as many keys, not {len(its_keys)}")
+        jobs = [
+            self._new_job(kind, payload, now, due, deadline, priority, key)
+            for payload, key in zip(payloads, its_keys, strict=True)
+        ]
+        return [Job(row, kind.result_codec) for row, _ in await self._bridge.add(jobs)]
+
+    def enqueue_on(
+        self,
+        connection: object,
+        kind: Kind[P, R],
+        payload: P,
+        *,
+        delay: float | None = None,
+        run_at: datetime | None = None,
+        deadline: datetime | None = None,
+        priority: int | None = None,
+        key: str | None = None,
+    ) -> int:
+        """Store a job inside the application's own transaction; returns its id.
+
+        `connection` is the application's own `sqlite3` (or, with that driver, apsw)
+        connection to the same file: the job exists if and only if the transaction is
+        committed. Callable from any thread. Raises what `enqueue` raises, and `ValueError`
+        for a connection to another file.
+        """
+        self._bridge.raise_if_closed()
+        now = self._clock.now()
+        due = self._due(now, delay, run_at)
+        job = self._new_job(kind, payload, now, due, deadline, priority, key)
+        row, is_new = self._store.add_on(connection, job)
+        if is_new:
+            self._hub.tell_written_elsewhere()
+        return row.id
+
+    @overload
+    async def get(self, id: Job[R]) -> Job[R]: ...
+    @overload
+    async def get(self, id: int, kind: Kind[Any, R]) -> Job[R]: ...
+    @overload
+    async def get(self, id: int, kind: None = None) -> Job[object]: ...
+    async def get(self, id: int | Job[Any], kind: Kind[Any, Any] | None = None) -> Job[Any]:
+        """The job as it is now. Raises `JobNotFound`, also if it is of another kind."""
+        row = await self._row(id)
+        if kind is not None and kind.name != row.kind:
+            raise JobNotFound(f"job {row.id} is not of kind {kind.name!r}")
+        return Job(row, _codec_for(id, kind))
+
+    @overload
+    async def find(
+        self,
+        *,
+        state: State | None = None,
+        kind: Kind[Any, R],
+        after: int | None = None,
+        limit: int = 100,
+    ) -> list[Job[R]]: ...
+    @overload
+    async def find(
+        self,
+        *,
+        state: State | None = None,
+        kind: str | None = None,
+        after: int | None = None,
+        limit: int = 100,
+    ) -> list[Job[object]]: ...
+    async def find(
+        self,
+        *,
+        state: State | None = None,
+        kind: Kind[Any, Any] | str | None = None,
+        after: int | None = None,
+        limit: int = 100,
+    ) -> list[Job[Any]]:
+        """At most `limit` jobs by id, those with an id above `after`; page with the last id."""
+        states = () if state is None else (State(state),)
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
+            raise ValueError(f"limit must be a whole number from 0 on, not {limit!r}")
+        start = 0 if after is None else _checked_id(after)
+        name = kind.name if isinstance(kind, Kind) else kind
+        codec = kind.result_codec if isinstance(kind, Kind) else None
+        rows = await self._bridge.read(
+            lambda store: store.find(
+                states=states, kind=name, after=start, limit=min(limit, _MAX_ID)
+            )
+        )
+        return [Job(row, codec) for row in rows]
+
+    async def history(self, id: int | Job[Any]) -> list[PastAttempt]:
+        """Every start that did not succeed, oldest first, the newest 100. Raises `JobNotFound`."""
+        number = _checked_id(id)
+        past = await self._bridge.read(lambda store: store.history(number))
+        if past is None:
+            raise _not_found(number)
+        return [_past_attempt(one) for one in past]
+
+    async def counts(self, *, kind: Kind[Any, Any] | str | None = None) -> dict[State, int]:
+        """How many jobs are in each of the six states."""
+        name = kind.name if isinstance(kind, Kind) else kind
+        counts = await self._bridge.read(lambda store: store.counts(name))
+        return {state: counts.get(state, 0) for state in State}
+
+    @overload
+    async def wait_finished(self, job_or_id: Job[R], *, poll: float = 1.0) -> Job[R]: ...
+    @overload
+    async def wait_finished(self, job_or_id: int, *, poll: float = 1.0) -> Job[object]: ...
+    async def wait_finished(self, job_or_id: int | Job[Any], *, poll: float = 1.0) -> Job[Any]:
+        """Wait until the job has ended, and return it.
+
+        Wakes at once if it ends in this process, within `poll` seconds otherwise.
+        Cancelling the wait does not touch the job. Raises `JobNotFound`.
+        """
+        poll = seconds(poll, "poll", above=True)
+        waiter = _Waiter()
+        number = _checked_id(job_or_id)
+        waiters = self._waiters.setdefault(number, set())
+        waiters.add(waiter)
+        try:
+            while True:
+                row = await self._row(number)
+                if row.state.is_final:
+                    break
+                with trio.move_on_at(self._clock.trio_deadline(None, poll)):
+                    await waiter.event.wait()
+                if waiter.row is not None:
+                    row = waiter.row
+                    break
+        finally:
+            waiters.discard(waiter)
+            if not waiters and self._waiters.get(number) is waiters:
+                del self._waiters[number]
+        return Job(row, _codec_for(job_or_id, None))
+
+    async def cancel(self, id: int | Job[Any]) -> bool:
+        """End a job early. True: this call cancelled it, or it will be cancelled when its
+        attempt ends; False: it had already ended. Raises `JobNotFound`.
+
+        The handler of a running one is cancelled at once in this process, within `poll` in
+        another one.
+        """
+        row = await self._row(id)
+        while True:
+            change = _lifecycle.cancelled(row, self._clock.now())
+            if change is None:
+                return not row.state.is_final
+            [refused] = await self._bridge.apply([change])
+            if refused is None:
+                return True
+            row = _existing(refused.row, row.id)
+
+    async def retry(self, id: int | Job[R]) -> Job[R]:
+        """Give a failed, dead or cancelled job a new life: queued, due now, all attempts free.
+
+        Raises `StateError` for any other, and if a live job has its key; `JobNotFound`.
+        """
+        row = await self._row(id)
+        while True:
+            try:
+                change = _lifecycle.retried(row, self._clock.now())
+            except IllegalTransition as error:
+                raise StateError(str(error)) from None
+            [refused] = await self._bridge.apply([change])
+            if refused is None:
+                return Job(change.after, _codec_for(id, None))
+            now = _existing(refused.row, row.id)
+            if (now.state, now.claims) == (row.state, row.claims):
+                raise StateError(f"job {row.id} ({row.kind}): a live job has its key")
+            row = now
+
+    async def _row(self, id: int | Job[Any]) -> Row:
+        number = _checked_id(id)
+        return _existing(await self._bridge.read(lambda store: store.get(number)), number)
+
+    def _due(self, now: Instant, delay: float | None, run_at: datetime | None) -> Instant:
+        if delay is not None and run_at is not None:
+            raise ValueError("delay and run_at are two ways to say one thing: give one of them")
+        if delay is not None:
+            return _lifecycle.later(now, microseconds(seconds(delay, "delay")))
+        return now if run_at is None else max(now, instant_of(run_at, "run_at"))
+
+    def _new_job(
+        self,
+        kind: Kind[Any, Any],
+        payload: object,
+        now: Instant,
+        due: Instant,
+        deadline: datetime | None,
+        priority: int | None,
+        key: str | None,
+    ) -> NewJob:
+        if not isinstance(kind, Kind):
+            raise TypeError(f"kind must be a Kind, not {type(kind).__name__}")
+        if key is not None and not isinstance(key, str):
+            raise TypeError(f"key must be a str, not {type(key).__name__}")
+        return NewJob(
+            kind=kind.name,
+            payload=kind.payload_codec.encode(payload, self._max_payload),
+            raw=kind.payload_codec.raw,
+            priority=kind.priority if priority is None else priority_of(priority),
+            enqueued_at=now,
+            run_at=due,
+            deadline=None if deadline is None else instant_of(deadline, "deadline"),
+            key=None if key is None else storable(key, "key"),
+        )
+
+    def _tell(self, rows: Sequence[Row]) -> None:
+        self._hub.tell(rows)
+
+    def _heard(self, rows: Sequence[Row]) -> None:
+        if self._waiters:
+            for row in rows:
+                if row.state.is_final:
+                    for waiter in self._waiters.pop(row.id, ()):
+                        waiter.row = row
+                        waiter.event.set()
+        for watcher in tuple(self._watchers):
+            watcher.heard(rows)
+
+    def _written_elsewhere(self) -> None:
+        for watcher in tuple(self._watchers):
+            watcher.written_elsewhere()
+
+
+class _Waiter:
+    def __init__(self) -> None:
+        self.event = trio.Event()
+        self.row: Row | None = None
+
+
+def _checked_id(id: int | Job[Any]) -> int:
+    number = id.id if isinstance(id, Job) else id
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"a job's id must be an int, not {type(number).__name__}")
+    # SQLite's integers have 64 bits; no id is outside.
+    return max(min(number, _MAX_ID), -1)
+
+
+def _codec_for(job_or_id: int | Job[Any], kind: Kind[Any, Any] | None) -> Codec | None:
+    if kind is not None:
+        codec: Codec = kind.result_codec
+        return codec
+    return job_or_id._result_codec if isinstance(job_or_id, Job) else None
+
+
+def _existing(row: Row | None, id: int) -> Row:
+    if row is None:
+        raise _not_found(id)
+    return row
+
+
+def _not_found(id: int) -> JobNotFound:
+    return JobNotFound(f"there is no job {id}")
+
+
+def _why(row: Row) -> str:
+    reason = "no message" if row.failure is None else row.failure.message
+    if row.state is State.CANCELLED:
+        reason = "cancelled"
+    elif row.failure is not None and row.failure.type is not None:
+        reason = f"{reason} ({row.failure.type})"
+    return f"job {row.id} ({row.kind}) {row.state.value}: {reason}"
+
+
+def _datetime_or_none(instant: Instant | None) -> datetime | None:
+    return None if instant is None else datetime_of(instant)
+
+
+def _iso_or_none(instant: Instant | None) -> str | None:
+    return None if instant is None else datetime_of(instant).isoformat()
+
+
+def _past_attempt(past: PastStart) -> PastAttempt:
+    return PastAttempt(
+        number=past.number,
+        claim=past.claim,
+        started_at=datetime_of(past.started_at),
+        ended_at=datetime_of(past.ended_at),
+        outcome=past.outcome,
+        failure=past.failure,
+    )

@@ -1,0 +1,106 @@
+"""What a runner has in hand: its leases are renewed, and what passes a limit is stopped.
+
+Two loops over all attempts, so that an attempt costs no timer and no task of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import trio
+
+from ._attempt import FIRST_REPEAT, LONGEST_REPEAT, Execution, Stop
+from ._bridge import Bridge
+from ._clock import MICROSECONDS, Alarm, Clock
+from ._errors import StoreError
+from ._model import Fence, Instant
+
+_log = logging.getLogger("trio_jobs")
+
+
+class Keeper:
+    """Keeps the leases of the executions in hand (`lease`: microseconds, `poll`: seconds)."""
+
+    def __init__(
+        self,
+        bridge: Bridge,
+        clock: Clock,
+        *,
+        poll: float,
+        lease: int,
+        met_trouble: Callable[[StoreError, str], None],
+    ) -> None:
+        self.in_hand: dict[Fence, Execution] = {}
+        self._bridge = bridge
+        self._clock = clock
+        self._lease = lease
+        self._met_trouble = met_trouble
+        self._renewal = Alarm(clock, poll)
+        self._limit = Alarm(clock, poll)
+
+    def take(self, execution: Execution) -> None:
+        self.in_hand[execution.fence] = execution
+
+    def begins(self, execution: Execution) -> None:
+        """Its handler starts now: from here its lease and its limits count."""
+        self._renewal.bring_forward(self._renewal_of(execution))
+        self._limit.bring_forward(execution.next_limit())
+
+    def drop(self, execution: Execution) -> None:
+        self.in_hand.pop(execution.fence, None)
+
+    def handling(self) -> list[Execution]:
+        """Those whose handler is under way."""
+        return [one for one in self.in_hand.values() if one.is_handling]
+
+    async def keep_leases(self) -> None:
+        """Renew every lease when a third of it is over."""
+        repeat = FIRST_REPEAT
+        while True:
+            due = min((self._renewal_of(one) for one in self.handling()), default=None)
+            await self._renewal.wait(due, idle=due is None)
+            now = self._clock.now()
+            if not any(self._is_worn(one, now, 3) for one in self.handling()):
+                continue
+            # Those that are nearly due come along in the same transaction.
+            keep = [one for one in self.handling() if self._is_worn(one, now, 4)]
+            try:
+                held = await self._bridge.renew([one.fence for one in keep], now + self._lease)
+            except StoreError as error:
+                self._met_trouble(error, "leases could not be renewed")
+                for one in keep:
+                    if self._clock.now() >= one.lease_until:
+                        one.stop(Stop.FENCE)
+                await trio.sleep(repeat)
+                repeat = min(2 * repeat, LONGEST_REPEAT, self._lease / MICROSECONDS / 12)
+            else:
+                repeat = FIRST_REPEAT
+                self._renewed(keep, held, now)
+
+    async def watch_limits(self) -> None:
+        """Stop each handler whose timeout, deadline or fence has passed."""
+        while True:
+            limit = min((one.next_limit() for one in self.handling()), default=None)
+            late = await self._limit.wait(limit, idle=limit is None)
+            if late is not None and late * MICROSECONDS > self._lease // 6:
+                _log.warning("the event loop was blocked for %.1f s; leases may be lost", late)
+            now = self._clock.now()
+            for one in self.handling():
+                one.check(now)
+
+    def _renewal_of(self, one: Execution) -> Instant:
+        return one.kept_from + self._lease // 3
+
+    def _is_worn(self, one: Execution, now: Instant, share: int) -> bool:
+        # A lease from the future was made before the clock was set back; it is made anew.
+        return not one.kept_from <= now < one.kept_from + self._lease // share
+
+    def _renewed(self, kept: Sequence[Execution], held: Mapping[Fence, bool], now: Instant) -> None:
+        for one in kept:
+            if one.fence in held:
+                one.kept_from = now
+                if held[one.fence]:
+                    one.cancel_was_requested()
+            elif one.is_handling:
+                one.lose()

@@ -1,0 +1,289 @@
+"""A poller and its workers: claims rows when there is room, and starts what it claimed.
+
+A fixed number of long-lived workers; a job costs no task, nursery or channel. Finished
+jobs and the next claim go to the store together, in one transaction.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import outcome
+import trio
+
+from . import _lifecycle
+from ._attempt import FIRST_REPEAT, LONGEST_REPEAT, Execution, Stop
+from ._bridge import Write
+from ._clock import Alarm, microseconds
+from ._errors import StoreError
+from ._kinds import Handler
+from ._model import Claim, Claimed, Instant, Row
+
+if TYPE_CHECKING:
+    from ._runner import Runner
+
+
+class Pool:
+    """The workers that share a set of kinds (a runner has one, or one for each queue)."""
+
+    def __init__(self, runner: Runner, handlers: Mapping[str, Handler], workers: int) -> None:
+        self.workers = workers
+        self.is_claiming = False
+        self.is_exhausted = False
+        """The last claim found less than it had room for."""
+        self._runner = runner
+        self._bridge = runner.bridge
+        self._clock = runner.clock
+        self._handlers = dict(handlers)
+        self._policies = {name: one.kind.policy for name, one in handlers.items()}
+        self._room = workers
+        self._ready: deque[Execution] = deque()
+        self._idle: list[trio.lowlevel.Task] = []
+        self._context = contextvars.copy_context()
+        self._alarm = Alarm(runner.clock, runner.poll)
+        self._is_hungry = True
+        """There may be due rows nobody told us are not."""
+        self._next_due: Instant | None = None
+        self._next_deadline: Instant | None = None
+        self._is_lost_waiting = False
+        self._retry_at: Instant | None = None
+        self._repeat = FIRST_REPEAT
+        self._is_written_elsewhere = False
+
+    # What the runner tells it.
+
+    def adopt(self, handler: Handler) -> None:
+        """Serve one more kind."""
+        # Anew, not in place: the writing thread may be reading the old one.
+        self._handlers = {**self._handlers, handler.kind.name: handler}
+        self._policies = {**self._policies, handler.kind.name: handler.kind.policy}
+        self.wake()
+
+    def heard(self, row: Row) -> None:
+        """A queued row was committed in this process."""
+        if row.deadline is not None:
+            self._next_deadline = _earliest(self._next_deadline, row.deadline)
+            self._alarm.bring_forward(row.deadline)
+        if row.kind in self._handlers:
+            self._next_due = _earliest(self._next_due, row.run_at)
+            if row.run_at <= self._clock.now():
+                self._is_hungry = True
+                self._claim_if_useful()
+            elif self._room > 0:
+                self._alarm.bring_forward(row.run_at)
+
+    def heard_of_writing_elsewhere(self) -> None:
+        self._is_written_elsewhere = True
+        self._alarm.ring()
+
+    def wake(self) -> None:
+        """Look at the store at once."""
+        self._is_hungry = True
+        self._alarm.ring()
+
+    def hand_back_waiting(self, keep: int = 0) -> None:
+        """Give back what was claimed and not started, but for so many."""
+        while len(self._ready) > keep:
+            execution = self._ready.pop()
+            execution.stop(Stop.SHUTDOWN)
+            self._room += 1
+            self._runner.nursery.start_soon(self._hand_back, execution)
+
+    async def _hand_back(self, execution: Execution) -> None:
+        self._runner.ended(execution, await execution.hand_back())
+
+    # The poller.
+
+    @trio.lowlevel.enable_ki_protection
+    async def poll(self) -> None:
+        """Claim when a due time or deadline has come, and once a `poll` on a real clock."""
+        while True:
+            await self._look_around()
+            if not self._is_written_elsewhere:
+                self._claim()
+            timer = False
+            while not timer:
+                if self._is_hungry:
+                    self._claim_if_useful()
+                timer = await self._alarm.wait(self._next_instant()) is not None
+                timer = timer or self._is_written_elsewhere
+
+    async def _look_around(self) -> None:
+        """See what no claim shows: unknown kinds, and whether another's transaction is over."""
+        try:
+            if self._runner.looks_for_unhandled(self):
+                self._runner.meet(await self._bridge.read(lambda store: store.queued_kinds()))
+            if self._is_written_elsewhere:
+                self._is_written_elsewhere = False
+                if not await self._bridge.read(lambda store: store.is_unlocked()):
+                    self._is_written_elsewhere = True
+        except StoreError as error:
+            self._runner.met_trouble(error, "the store could not be read")
+
+    def _next_instant(self) -> Instant | None:
+        """When there is something to do, if nobody rings before."""
+        if self.is_claiming or not self._runner.may_claim:
+            return None
+        if self._retry_at is not None:
+            return self._retry_at
+        instants = [self._next_deadline]
+        # While no worker is free a due time is no reason to wake: it would be one for ever.
+        if self._room > 0:
+            instants.append(self._next_due)
+            if self._is_lost_waiting:
+                instants.append(self._runner.probation.next_proof())
+        if self._is_written_elsewhere:
+            instants.append(self._clock.now() + microseconds(self._runner.poll))
+        return min((instant for instant in instants if instant is not None), default=None)
+
+    # Claiming. No await in here: a claim is submitted, and `_claimed` is called.
+
+    def _claim_if_useful(self) -> None:
+        if self._wants_more():
+            self._claim()
+
+    def _wants_more(self) -> bool:
+        return (
+            self._room > 0
+            and (self._is_hungry or self._is_due())
+            and not self.is_claiming
+            and self._runner.may_claim
+            and self._retry_at is None
+        )
+
+    def _is_due(self) -> bool:
+        return self._next_due is not None and self._next_due <= self._clock.now()
+
+    def _claim(self, *along: Write) -> None:
+        if self.is_claiming or not self._runner.may_claim:
+            return
+        self.is_claiming = True
+        lost_limit = self._runner.probation.reserve(self._clock.now())
+        held = self._runner.held_ids()
+
+        # Called when its batch is formed: the room is that of the last moment, and so are
+        # the instants, from which the leases count.
+        def claim() -> Claim:
+            self._is_hungry = False
+            now = self._clock.now()
+            once = self._runner.once
+            return Claim(
+                policies=self._policies,
+                limit=max(0, self._room),
+                lost_limit=lost_limit,
+                now=now if once is None or once.now is None else once.now,
+                lease_now=now,
+                lease_until=now + self._runner.lease,
+                held=held,
+                below=None if once is None else once.below,
+            )
+
+        write = Write("claim", claim)
+        write.done = lambda result: self._claimed(write, lost_limit, result)
+        self._bridge.submit(*along, write)
+
+    def _claimed(self, write: Write, lost_limit: int, result: outcome.Outcome[Any]) -> None:
+        self.is_claiming = False
+        self._retry_at = None
+        self._runner.probation.release(lost_limit)
+        if isinstance(result, outcome.Value):
+            self._take(write.items, result.value)
+        elif isinstance(result, outcome.Error):
+            self._refused(result.error)
+        self._runner.progress()
+        self._alarm.ring()
+
+    def _refused(self, error: BaseException) -> None:
+        self._is_hungry = True
+        if isinstance(error, StoreError):
+            self._retry_at = _lifecycle.later(self._clock.now(), microseconds(self._repeat))
+            self._repeat = min(2 * self._repeat, LONGEST_REPEAT)
+            self._runner.met_trouble(error, "due jobs could not be claimed")
+        else:
+            self._runner.fail(error)
+
+    def _take(self, claim: Claim, claimed: Claimed) -> None:
+        self._repeat = FIRST_REPEAT
+        self._room -= len(claimed.jobs)
+        for job in claimed.jobs:
+            execution = Execution(
+                job,
+                self._handlers[job.row.kind],
+                self._runner.jobs,
+                lease=self._runner.lease,
+                kept_from=claim.lease_now,
+                decision_now=self._runner.decision_now,
+                written=self._runner.count,
+            )
+            self._runner.takes(execution)
+            self._ready.append(execution)
+        self._runner.claim_answered(claimed)
+        self._is_hungry = self._is_hungry or claimed.more
+        self._is_lost_waiting = claimed.lost_waiting
+        self._next_deadline = claimed.next_deadline
+        # What is due and was not taken (a lost row that has to wait) is no reason to wake.
+        is_idle = not claimed.jobs and not claimed.more
+        due = claimed.next_due
+        self._next_due = None if due is not None and due <= claim.now and is_idle else due
+        self.is_exhausted = claim.limit > 0 and not claimed.more and not claimed.lost_waiting
+        if self._runner.is_hurried:
+            self.hand_back_waiting()
+        else:
+            self._hand_out()
+            self._runner.maybe_all_is_done()
+            self._claim_if_useful()
+
+    def _hand_out(self) -> None:
+        while self._ready and self._idle:
+            trio.lowlevel.reschedule(self._idle.pop(), outcome.Value(self._ready.popleft()))
+
+    # The workers.
+
+    @trio.lowlevel.enable_ki_protection
+    async def work(self) -> None:
+        """Run one claimed job after another."""
+        while True:
+            execution = await self._next()
+            end = await execution.run(self._runner.begins)
+            self._room += 1
+            try:
+                change = await execution.settle(end, self._submit_with_claim)
+            except StoreError as error:
+                # The worker stays with this one, so what was claimed for it goes back.
+                self._room -= 1
+                self.hand_back_waiting(keep=len(self._idle))
+                self._runner.met_trouble(error, f"the end of {execution} could not be written")
+                change = await execution.settle_patiently(end)
+                self._room += 1
+                self._alarm.ring()
+            self._runner.ended(execution, change)
+
+    def _submit_with_claim(self, end: Write) -> None:
+        if self._wants_more():
+            self._claim(end)
+        else:
+            self._bridge.submit(end)
+
+    async def _next(self) -> Execution:
+        # Each job sees a context of its own; a task takes a new one up when it is resumed.
+        task = trio.lowlevel.current_task()
+        task.context = self._context.copy()
+        if self._ready:
+            execution = self._ready.popleft()
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            return execution
+        self._idle.append(task)
+
+        def abort(_: Any) -> trio.lowlevel.Abort:
+            self._idle.remove(task)
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        next_one: Execution = await trio.lowlevel.wait_task_rescheduled(abort)
+        return next_one
+
+
+def _earliest(one: Instant | None, other: Instant) -> Instant:
+    return other if one is None else min(one, other)

@@ -1,0 +1,122 @@
+"""`trio-jobs work`: handlers of somebody's module in a process of their own, until a signal.
+
+Signals come in as values, and stopping is cancelling the scope around `serve`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import AsyncIterator, Iterable
+from functools import partial
+from typing import Final, NoReturn
+
+import click
+import trio
+
+from ._jobs import open_jobs
+from ._kinds import Handler
+from ._runner import Runner, serve
+
+STUCK: Final = 75
+"""The exit code when a handler could not be cancelled (EX_TEMPFAIL: starting again helps)."""
+
+_log = logging.getLogger("trio_jobs")
+
+
+class BadArgument(click.ClickException):
+    """What was asked for cannot be done with these arguments."""
+
+    exit_code = 2
+
+
+async def work(
+    database: str, handlers: Iterable[Handler], *, workers: int, lease: float, grace: float
+) -> None:
+    """Serve until SIGTERM or SIGINT; a second one cuts the grace.
+
+    If a handler cannot be cancelled, the process ends here, with `STUCK`.
+    """
+    handlers = list(handlers)
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async with open_jobs(database) as jobs, trio.open_nursery() as nursery:
+            async with trio.open_nursery() as serving:
+                try:
+                    runner = await serving.start(
+                        partial(serve, jobs, handlers, workers=workers, lease=lease, grace=grace)
+                    )
+                except (TypeError, ValueError) as error:  # its settings
+                    raise BadArgument(str(error)) from error
+                names = ", ".join(sorted(handler.kind.name for handler in handlers))
+                _log.info("working on %s: %s", database, names)
+                nursery.start_soon(_obey, signals, runner, serving.cancel_scope)
+                nursery.start_soon(_end_process_if_stuck, runner)
+            nursery.cancel_scope.cancel()
+    _log.info("stopped")
+
+
+async def _obey(
+    signals: AsyncIterator[int], runner: Runner, serving: trio.CancelScope
+) -> None:
+    async for number in signals:
+        if not serving.cancel_called:
+            _log.info("%s: stopping; once more cuts the grace", signal.Signals(number).name)
+            serving.cancel()
+        else:
+            _log.info("%s: handlers are cancelled now", signal.Signals(number).name)
+            runner._cut_grace()
+
+
+async def _end_process_if_stuck(runner: Runner) -> None:
+    # Everything else is written by now. What is stuck is lost, and taken up by the rule for that.
+    await runner._stuck.wait()
+    _log.error("the process ends under a handler that cannot be cancelled, with code %d", STUCK)
+    _exit_now(STUCK)
+
+
+def _exit_now(code: int) -> NoReturn:
+    """End without waiting for threads."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def load_handlers(reference: str) -> list[Handler]:
+    """What `MODULE:HANDLERS` names: a handler, several, or a function that gives them."""
+    module_name, _, attribute = reference.partition(":")
+    if not all(name.isidentifier() for name in [*module_name.split("."), attribute]):
+        raise BadArgument(f"{reference!r} is not MODULE:HANDLERS")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    value = _attribute(module_name, attribute)
+    if callable(value) and not isinstance(value, Handler):
+        value = value()
+    if isinstance(value, Handler):
+        return [value]
+    handlers = list(value) if isinstance(value, Iterable) else []
+    if not handlers or not all(isinstance(one, Handler) for one in handlers):
+        raise BadArgument(
+            f"{reference} must be a Handler, or some of them in an iterable, "
+            f"or a function that returns that; it gave {type(value).__name__}"
+        )
+    return handlers
+
+
+def _attribute(module_name: str, attribute: str) -> object:
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+            raise BadArgument(f"there is no module {missing!r}") from error
+        traceback.print_exc()  # it is theirs, and they want to know where
+        raise BadArgument(f"module {module_name!r} cannot be imported") from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError as error:
+        raise BadArgument(f"module {module_name!r} has no {attribute!r}") from error

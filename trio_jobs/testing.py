@@ -1,0 +1,75 @@
+"""For the tests of an application: a handler alone, a quiet moment, the start of virtual time."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, cast
+
+import trio
+import trio.testing
+
+from ._attempt import Attempt
+from ._bridge import bridges_here
+from ._clock import EPOCH as EPOCH
+from ._jobs import Jobs
+from ._kinds import Handler, Kind
+
+__all__ = ["EPOCH", "attempt", "run", "settled"]
+
+P = TypeVar("P")
+R = TypeVar("R")
+
+_MAX_BYTES = 1_000_000
+
+
+def attempt(
+    kind: Kind[P, R], payload: P, *, number: int = 1, published: R | None = None
+) -> Attempt[P, R]:
+    """An attempt for calling a handler by hand: `await handler(attempt(kind, payload))`.
+
+    The payload goes through the codec as in earnest. What the handler publishes is checked
+    and shows in `attempt.published`; there are no `attempt.jobs`. Raises `PayloadError`.
+    """
+    stored = kind.payload_codec.encode(payload, _MAX_BYTES)
+
+    async def publish(value: R) -> None:
+        kind.result_codec.encode(value, _MAX_BYTES)
+        await trio.lowlevel.checkpoint()
+
+    return Attempt(
+        payload=cast("P", kind.payload_codec.decode(stored)),
+        number=number,
+        job_id=1,
+        kind=kind.name,
+        token=number,
+        jobs=cast("Jobs", _NoJobs()),
+        published=published,
+        write_published=publish,
+    )
+
+
+async def run(handler: Handler, payload: object) -> object:
+    """Run a handler alone, without a store: its result, or what it raises.
+
+    Raises `PayloadError` if the payload or the result does not fit its type.
+    """
+    kind = handler.kind
+    result = await handler(attempt(kind, payload))
+    return kind.result_codec.decode(kind.result_codec.encode(result, _MAX_BYTES))
+
+
+async def settled() -> None:
+    """Wait until no call to a store is under way and every task is blocked.
+
+    What `trio.testing.wait_all_tasks_blocked` is without threads: it does not count a task
+    that waits for a thread as busy.
+    """
+    while True:
+        await trio.testing.wait_all_tasks_blocked()
+        waits = [await bridge.wait_quiet() for bridge in bridges_here()]
+        if not any(waits):
+            return
+
+
+class _NoJobs:
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("an attempt made by trio_jobs.testing.attempt has no jobs")
