@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import msgspec
@@ -403,7 +403,7 @@ class Execution:
             return _lifecycle.RefusedForGood(Failure("result does not fit"))
 
     def _raised(self, error: BaseException) -> End:
-        leaves = list(_leaves(error))
+        leaves = _leaves(error)
         fails = [leaf for leaf in leaves if isinstance(leaf, Fail)]
         if len(fails) == len(leaves):
             failure = Failure(safe_text(fails[0].message))
@@ -437,16 +437,20 @@ async def _call(fn: Callable[[Attempt[Any, Any]], Awaitable[Any]], attempt: Any)
     return await fn(attempt)
 
 
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for part in error.exceptions:
-            yield from _leaves(part)
-    else:
-        yield error
+def _leaves(error: BaseException) -> list[BaseException]:
+    # A loop: how deep a handler nests its groups is no concern of the stack.
+    leaves, todo = [], [error]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, BaseExceptionGroup):
+            todo.extend(reversed(one.exceptions))
+        else:
+            leaves.append(one)
+    return leaves
 
 
 def _type_name(error: BaseException) -> str:
     name = type(error).__name__
     if isinstance(error, BaseExceptionGroup):
-        return f"{name}({', '.join(_type_name(part) for part in error.exceptions)})"
+        return f"{name}({', '.join(type(leaf).__name__ for leaf in _leaves(error))})"
     return name

@@ -54,6 +54,7 @@ class Keeper:
         """Those whose handler is under way."""
         return [one for one in self.in_hand.values() if one.is_handling]
 
+    @trio.lowlevel.enable_ki_protection
     async def keep_leases(self) -> None:
         """Renew every lease when a third of it is over."""
         repeat = FIRST_REPEAT
@@ -78,6 +79,7 @@ class Keeper:
                 repeat = FIRST_REPEAT
                 self._renewed(keep, held, now)
 
+    @trio.lowlevel.enable_ki_protection
     async def watch_limits(self) -> None:
         """Stop each handler whose timeout, deadline or fence has passed."""
         while True:

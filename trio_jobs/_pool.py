@@ -157,9 +157,11 @@ class Pool:
     def _is_due(self) -> bool:
         return self._next_due is not None and self._next_due <= self._clock.now()
 
-    def _claim(self, *along: Write) -> None:
-        if self.is_claiming or not self._runner.may_claim:
-            return
+    def _claim(self) -> None:
+        if not self.is_claiming and self._runner.may_claim:
+            self._bridge.submit(self._new_claim())
+
+    def _new_claim(self) -> Write:
         self.is_claiming = True
         lost_limit = self._runner.probation.reserve(self._clock.now())
         held = self._runner.held_ids()
@@ -183,7 +185,7 @@ class Pool:
 
         write = Write("claim", claim)
         write.done = lambda result: self._claimed(write, lost_limit, result)
-        self._bridge.submit(*along, write)
+        return write
 
     def _claimed(self, write: Write, lost_limit: int, result: outcome.Outcome[Any]) -> None:
         self.is_claiming = False
@@ -255,7 +257,7 @@ class Pool:
                 # The worker stays with this one, so what was claimed for it goes back.
                 self._room -= 1
                 self.hand_back_waiting(keep=len(self._idle))
-                self._runner.met_trouble(error, f"the end of {execution} could not be written")
+                self._runner.met_trouble(error, "the end of a job could not be written")
                 change = await execution.settle_patiently(end)
                 self._room += 1
                 self._alarm.ring()
@@ -263,7 +265,7 @@ class Pool:
 
     def _submit_with_claim(self, end: Write) -> None:
         if self._wants_more():
-            self._claim(end)
+            self._bridge.submit(end, self._new_claim())
         else:
             self._bridge.submit(end)
 

@@ -169,6 +169,7 @@ class Runner:
         self._spent: frozenset[int] = frozenset()
         self._started = self._succeeded = self._failed = self._retried = self._lost = 0
         self._trouble: str | None = None
+        self._warned: set[str] = set()
         self._stop = trio.Event()
         self._hurry = trio.Event()
         self._progress = trio.Event()
@@ -200,17 +201,20 @@ class Runner:
     async def run(self, task_status: trio.TaskStatus[Runner]) -> None:
         """Live until drained or cancelled, then stop in order."""
         self.bridge.raise_if_closed()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._live)
-            task_status.started(self)
-            try:
-                await self._hurry.wait()
-            except trio.Cancelled:
-                self._hurry_up()
-                raise
-        if self._fatal is not None:
-            raise self._fatal
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._live)
+                task_status.started(self)
+                try:
+                    await self._hurry.wait()
+                except BaseException:
+                    self._hurry_up()
+                    raise
+        finally:
+            if self._fatal is not None:
+                raise self._fatal
 
+    @trio.lowlevel.enable_ki_protection
     async def _live(self) -> None:
         self.jobs._watchers.add(self)
         # Shielded: a cancellation from outside begins the orderly stop, it does not cut the
@@ -316,6 +320,7 @@ class Runner:
 
     def claim_answered(self, claimed: Claimed) -> None:
         self._trouble = None
+        self._warned.clear()
         for change in claimed.settled:
             self.count(change)
         for fence in claimed.cancelled:
@@ -337,8 +342,9 @@ class Runner:
         return self.clock.now()
 
     def met_trouble(self, error: StoreError, what: str) -> None:
-        """The store refused. One warning for each kind of trouble; then it shows in statistics."""
-        if self._trouble != str(error):
+        """The store refused: warn once for each kind of call until claims go well again."""
+        if what not in self._warned:
+            self._warned.add(what)
             _log.warning("%s: %s; the runner goes on trying", what, error)
         self._trouble = str(error)
         if error.is_permanent or self.once is not None:
