@@ -28,8 +28,8 @@ def text(value: str, name: str) -> str:
     """A string that is not empty and can be stored, or an error that names it."""
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a str, not {type(value).__name__}")
-    if not value:
-        raise ValueError(f"{name} must not be empty")
+    if not value or "\0" in value:
+        raise ValueError(f"{name} must not be empty or have a NUL character")
     return storable(value, name)
 
 
@@ -53,6 +53,6 @@ def priority_of(value: int) -> int:
 def is_async(fn: object) -> bool:
     while isinstance(fn, functools.partial):
         fn = fn.func
-    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(
-        getattr(fn, "__call__", None)  # noqa: B004 - the method of a callable object
+    return inspect.iscoroutinefunction(fn) or (
+        callable(fn) and inspect.iscoroutinefunction(type(fn).__call__)
     )

@@ -9,17 +9,20 @@ the virtual clock: Trio counts a task that waits for a thread as idle, and would
 from __future__ import annotations
 
 import math
+import sys
 import time
 import weakref
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import trio
-from trio.testing import MockClock
 
 from ._lifecycle import LATEST
 from ._model import Instant
+
+if TYPE_CHECKING:
+    from trio.testing import MockClock
 
 EPOCH: Final = datetime(2020, 1, 1, tzinfo=UTC)
 """The instant at which virtual time starts."""
@@ -33,8 +36,7 @@ class Clock:
     """Gives instants, and the Trio deadlines at which to wake for them."""
 
     def __init__(self, source: Callable[[], float] | None = None) -> None:
-        trio_clock = trio.lowlevel.current_clock()
-        self._mock = trio_clock if isinstance(trio_clock, MockClock) else None
+        self._mock = _mock_clock()
         self.is_virtual = source is None and self._mock is not None
         """No timer is a safety net: sleep to the next instant that matters, however far."""
         if source is not None:
@@ -74,6 +76,14 @@ class Clock:
             # A test that set another threshold meanwhile keeps it.
             if held.count == 0 and self._mock.autojump_threshold == math.inf:
                 self._mock.autojump_threshold = held.threshold
+
+
+def _mock_clock() -> MockClock | None:
+    # Not imported for this: trio.testing brings pytest along, and whoever runs under a
+    # MockClock has imported it.
+    testing = sys.modules.get("trio.testing")
+    clock = trio.lowlevel.current_clock()
+    return clock if testing is not None and isinstance(clock, testing.MockClock) else None
 
 
 class Alarm:

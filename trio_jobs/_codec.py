@@ -62,16 +62,9 @@ class Codec:
         Raises `PayloadError` for a value that does not fit or takes more than `max_bytes`.
         """
         try:
-            if not isinstance(value, self._class):
-                raise _invalid(f"Expected `{self._class.__name__}`, got `{type(value).__name__}`")
-            data = cast("bytes", value) if self.raw else _to_json(value)
-            if len(data) > max_bytes:
-                raise _Refusal(f"takes {len(data)} bytes, and the limit is {max_bytes}")
-            if not self.raw:
-                self._check(value, data)
+            return self._encode(value, max_bytes)
         except Exception as error:
             raise PayloadError(f"{self._what} {_explain(error)}") from None
-        return data
 
     def decode(self, data: bytes) -> object:
         """The value these bytes were made from.
@@ -84,6 +77,16 @@ class Codec:
             return self._decode(data)
         except Exception as error:
             raise PayloadError(f"{self._what} {_explain(error)}") from None
+
+    def _encode(self, value: object, max_bytes: int) -> bytes:
+        if not isinstance(value, self._class):
+            raise _invalid(f"Expected `{self._class.__name__}`, got `{type(value).__name__}`")
+        data = cast("bytes", value) if self.raw else _to_json(value)
+        if len(data) > max_bytes:
+            raise _Refusal(f"takes {len(data)} bytes, and the limit is {max_bytes}")
+        if not self.raw:
+            self._check(value, data)
+        return data
 
     def _check(self, value: object, data: bytes) -> None:
         """Raise if the data of a value would not come back as one of the type."""

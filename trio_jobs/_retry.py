@@ -78,9 +78,9 @@ class Retry:
     def wait(self, job_id: int, attempt: int) -> float:
         """Seconds from the failure of this attempt to the next start; never raises."""
         try:
-            wait = float(self.backoff(attempt))
-            if not wait >= 0:  # also NaN
-                raise ValueError(f"a backoff of {wait} s")
+            wait = self.backoff(attempt)
+            if isinstance(wait, bool) or not isinstance(wait, int | float) or not wait >= 0:
+                raise ValueError("not a number of seconds")  # NaN is not >= 0 either
         except Exception as error:
             _log.warning(
                 "backoff after attempt %d of job %d is not usable (%s); using the default",
@@ -89,7 +89,8 @@ class Retry:
                 type(error).__name__,
             )
             wait = _DEFAULT_BACKOFF(attempt)
-        return min(wait * (1 + self.jitter * _unit(job_id, attempt)), MAX_WAIT)
+        # Cut before the product, too: an int may be too large for a float.
+        return min(min(wait, MAX_WAIT) * (1 + self.jitter * _unit(job_id, attempt)), MAX_WAIT)
 
 
 def _unit(job_id: int, attempt: int) -> float:
