@@ -71,8 +71,8 @@ class Attempt(Generic[P, R]):
     """What a handler gets: its payload, where it stands, and a way to publish."""
 
     __slots__ = (
-        "_published",
-        "_write_published",
+        "_publish",
+        "_read_published",
         "job_id",
         "jobs",
         "kind",
@@ -90,8 +90,8 @@ class Attempt(Generic[P, R]):
         kind: str,
         token: int,
         jobs: Jobs,
-        published: R | None,
-        write_published: Callable[[R], Awaitable[None]],
+        publish: Callable[[R], Awaitable[None]],
+        read_published: Callable[[], R | None],
     ) -> None:
         self.payload = payload
         self.number = number
@@ -104,14 +104,14 @@ class Attempt(Generic[P, R]):
         """Larger in every later start of this job: with it others can refuse a stale writer."""
         self.jobs = jobs
         """For a handler that enqueues."""
-        self._published = published
-        self._write_published = write_published
+        self._publish = publish
+        self._read_published = read_published
 
     @property
     def published(self) -> R | None:
         """What was published last, by this attempt or an earlier one; None if nothing was,
-        or if it does not fit the result type any more."""
-        return self._published
+        or if it does not fit the result type any more. A copy: changing it publishes nothing."""
+        return self._read_published()
 
     async def publish(self, value: R) -> None:
         """Store a partial result; when this returns it is on disk and readers see it.
@@ -119,8 +119,7 @@ class Attempt(Generic[P, R]):
         Raises `LeaseLost` if this attempt is over (then nothing was written), `PayloadError`
         for a value that does not fit the result type, `StoreError` if the store refused.
         """
-        await self._write_published(value)
-        self._published = value
+        await self._publish(value)
 
     def __repr__(self) -> str:
         return f"<Attempt {self.number} of job {self.job_id} {self.kind!r}>"
@@ -268,8 +267,8 @@ class Execution:
             kind=row.kind,
             token=row.claims,
             jobs=self._jobs,
-            published=self._published_so_far(),
-            write_published=self._publish,
+            publish=self._publish,
+            read_published=self._published_so_far,
         )
         if kind.timeout is not None:
             self._timeout_at = self._clock.now() + microseconds(kind.timeout)

@@ -30,9 +30,12 @@ def attempt(
     and shows in `attempt.published`; there are no `attempt.jobs`. Raises `PayloadError`.
     """
     stored = kind.payload_codec.encode(payload, _MAX_BYTES)
+    results = kind.result_codec
+    latest = None if published is None else results.encode(published, _MAX_BYTES)
 
     async def publish(value: R) -> None:
-        kind.result_codec.encode(value, _MAX_BYTES)
+        nonlocal latest
+        latest = results.encode(value, _MAX_BYTES)
         await trio.lowlevel.checkpoint()
 
     return Attempt(
@@ -42,8 +45,8 @@ def attempt(
         kind=kind.name,
         token=number,
         jobs=cast("Jobs", _NoJobs()),
-        published=published,
-        write_published=publish,
+        publish=publish,
+        read_published=lambda: None if latest is None else cast("R", results.decode(latest)),
     )
 
 
@@ -54,6 +57,7 @@ async def run(handler: Handler, payload: object) -> object:
     """
     kind = handler.kind
     result = await handler(attempt(kind, payload))
+    await trio.lowlevel.checkpoint()
     return kind.result_codec.decode(kind.result_codec.encode(result, _MAX_BYTES))
 
 
