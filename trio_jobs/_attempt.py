@@ -141,6 +141,7 @@ class Execution:
     __slots__ = (
         "_bridge",
         "_clock",
+        "_deadline",
         "_decision_now",
         "_jobs",
         "_lease",
@@ -152,6 +153,7 @@ class Execution:
         "_was",
         "_written",
         "handler",
+        "is_given_up",
         "is_handling",
         "is_over",
         "kept_from",
@@ -168,6 +170,7 @@ class Execution:
         *,
         lease: int,
         kept_from: Instant,
+        deadline: Instant | None,
         decision_now: Callable[[], Instant],
         written: Callable[[Change], None],
     ) -> None:
@@ -178,6 +181,8 @@ class Execution:
         """The handler is under way."""
         self.is_over = False
         """The attempt has its end, or has lost its fence: it writes nothing any more."""
+        self.is_given_up = False
+        """Its end could not be written while the lease lasted."""
         self.kept_from = kept_from
         """The instant the newest committed lease was computed from."""
         self.keyboard_interrupt: BaseException | None = None
@@ -186,6 +191,7 @@ class Execution:
         self._jobs = jobs
         self._bridge: Bridge = jobs._bridge
         self._clock: Clock = jobs._clock
+        self._deadline = deadline
         self._decision_now = decision_now
         self._written = written
         self._lease = lease
@@ -222,28 +228,27 @@ class Execution:
             _log.warning("%s has lost its lease; the attempt is stopped", self)
             self.stop(Stop.FENCE)
 
-    def next_limit(self) -> Instant:
-        """When `check` has something to do at the earliest."""
-        limit = self.kept_from + self._lease - self._lease // 6
-        if self._timeout_at is not None:
-            limit = min(limit, self._timeout_at + STRICTLY_AFTER)
-        if self.row.deadline is not None:
-            limit = min(limit, self.row.deadline + STRICTLY_AFTER)
-        return limit
+    def next_limit(self, now: Instant) -> Instant | None:
+        """When `check` will have something to do; None if nothing is left to act on."""
+        return min((at for _, at in self._limits() if at > now), default=None)
 
     def check(self, now: Instant) -> None:
         """Stop the handler if its timeout, deadline or fence has passed."""
-        if self.row.deadline is not None and self.row.deadline + STRICTLY_AFTER <= (
-            self._decision_now()
-        ):
-            self.stop(Stop.DEADLINE)
-        if self._timeout_at is not None and self._timeout_at + STRICTLY_AFTER <= now:
-            self.stop(Stop.TIMEOUT)
-        # Before the lease ends somebody else cannot have the row, so stopping now is in
-        # time. After it (the loop was blocked, the machine asleep) only the store knows:
-        # then the lease keeper asks, and a row that nobody took is simply kept.
-        if self.kept_from + self._lease - self._lease // 6 <= now < self.lease_until:
-            self.stop(Stop.FENCE)
+        for why, at in self._limits():
+            # Before the lease ends nobody else can have the row, so stopping now is in time.
+            # After it (the loop was blocked, the machine asleep) only the store knows: then
+            # the lease keeper asks, and a row that nobody took is simply kept.
+            if at <= now and not (why is Stop.FENCE and now >= self.lease_until):
+                self.stop(why)
+
+    def _limits(self) -> list[tuple[Stop, Instant]]:
+        """Each limit that has not been acted on, with the first instant to act on it."""
+        limits = [(Stop.FENCE, self.lease_until - self._lease // 6)]
+        if self._timeout_at is not None:
+            limits.append((Stop.TIMEOUT, self._timeout_at + STRICTLY_AFTER))
+        if self._deadline is not None:
+            limits.append((Stop.DEADLINE, self._deadline + STRICTLY_AFTER))
+        return [limit for limit in limits if limit[0] not in self._stops]
 
     # What a worker does with it.
 
@@ -256,8 +261,8 @@ class Execution:
         assert self._payload is not None
         try:
             payload = kind.payload_codec.decode(self._payload)
-        except PayloadError as error:
-            _log.error("%s: %s", self, error)
+        except BaseException as error:  # a payload type runs code of its own, too
+            _log.error("%s: %s", self, _safe_to_log(error))
             return _lifecycle.RefusedForGood(Failure("payload does not decode"))
         self._payload = None
         attempt = Attempt(
@@ -289,7 +294,11 @@ class Execution:
             self.is_handling = False
         if trio.current_effective_deadline() == -math.inf:
             self._stops.add(Stop.SHUTDOWN)  # the runner itself is being cancelled
-        return self._verdict(kind, returned, value, raised)
+        try:
+            return self._verdict(kind, returned, value, raised)
+        except BaseException as error:  # no exception is so exotic that it hurts others
+            _log.error("%s ended with something that cannot be looked at", self, exc_info=error)
+            return _lifecycle.Raised(Failure(_INTERNAL_ERROR, "unknown"))
 
     async def settle(self, end: End, submit: Callable[[Write], None]) -> Change | None:
         """Write the end under the fence; None if the attempt was over already.
@@ -303,7 +312,11 @@ class Execution:
             write = Write("apply", [change], self._tell_if_written(change))
             submit(write)
             refused: Refused | None
-            [refused] = await self._bridge.outcome_of(write)
+            try:
+                [refused] = await self._bridge.outcome_of(write)
+            except StoreError as error:
+                self._may_be_written = self._may_be_written or error.is_outcome_unknown
+                raise
             if refused is not None and self._is_own_end(change.after, refused.row):
                 self._written(change)
                 refused = None
@@ -336,9 +349,8 @@ class Execution:
             try:
                 return await self.settle(end, self._bridge.submit)
             except StoreError as error:
-                self._may_be_written = self._may_be_written or error.is_outcome_unknown
                 if left <= 0:
-                    self.is_over = True
+                    self.is_over = self.is_given_up = True
                     _log.error("%s: its end could not be written, given up: %s", self, error)
                     return None
 
@@ -397,8 +409,8 @@ class Execution:
     def _returned(self, kind: Kind[Any, Any], value: object) -> End:
         try:
             return _lifecycle.Returned(kind.result_codec.encode(value, self._jobs._max_payload))
-        except PayloadError as error:
-            _log.error("%s: %s", self, error)
+        except BaseException as error:
+            _log.error("%s: %s", self, _safe_to_log(error))
             return _lifecycle.RefusedForGood(Failure("result does not fit"))
 
     def _raised(self, error: BaseException) -> End:
@@ -434,6 +446,10 @@ class Execution:
 @trio.lowlevel.disable_ki_protection
 async def _call(fn: Callable[[Attempt[Any, Any]], Awaitable[Any]], attempt: Any) -> Any:
     return await fn(attempt)
+
+
+def _safe_to_log(error: BaseException) -> str:
+    return str(error) if isinstance(error, PayloadError) else type(error).__name__
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

@@ -45,7 +45,9 @@ class Keeper:
     def begins(self, execution: Execution) -> None:
         """Its handler starts now: from here its lease and its limits count."""
         self._renewal.bring_forward(self._renewal_of(execution))
-        self._limit.bring_forward(execution.next_limit())
+        limit = execution.next_limit(self._clock.now())
+        if limit is not None:
+            self._limit.bring_forward(limit)
 
     def drop(self, execution: Execution) -> None:
         self.in_hand.pop(execution.fence, None)
@@ -83,13 +85,14 @@ class Keeper:
     async def watch_limits(self) -> None:
         """Stop each handler whose timeout, deadline or fence has passed."""
         while True:
-            limit = min((one.next_limit() for one in self.handling()), default=None)
-            late = await self._limit.wait(limit, idle=limit is None)
-            if late is not None and late * MICROSECONDS > self._lease // 6:
-                _log.warning("the event loop was blocked for %.1f s; leases may be lost", late)
             now = self._clock.now()
             for one in self.handling():
                 one.check(now)
+            limits = [one.next_limit(now) for one in self.handling()]
+            limit = min((limit for limit in limits if limit is not None), default=None)
+            late = await self._limit.wait(limit, idle=not limits)
+            if late is not None and late * MICROSECONDS > self._lease // 6:
+                _log.warning("the event loop was blocked for %.1f s; leases may be lost", late)
 
     def _renewal_of(self, one: Execution) -> Instant:
         return one.kept_from + self._lease // 3

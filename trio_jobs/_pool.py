@@ -69,7 +69,7 @@ class Pool:
             self._alarm.bring_forward(row.deadline)
         if row.kind in self._handlers:
             self._next_due = _earliest(self._next_due, row.run_at)
-            if row.run_at <= self._clock.now():
+            if row.run_at <= self._runner.decision_now():
                 self._is_hungry = True
                 self._claim_if_useful()
             elif self._room > 0:
@@ -83,6 +83,11 @@ class Pool:
         """Look at the store at once."""
         self._is_hungry = True
         self._alarm.ring()
+
+    def a_lost_job_is_proven(self) -> None:
+        """So more of them may be started."""
+        if self._is_lost_waiting:
+            self.wake()
 
     def hand_back_waiting(self, keep: int = 0) -> None:
         """Give back what was claimed and not started, but for so many."""
@@ -129,12 +134,14 @@ class Pool:
             return None
         if self._retry_at is not None:
             return self._retry_at
-        instants = [self._next_deadline]
-        # While no worker is free a due time is no reason to wake: it would be one for ever.
-        if self._room > 0:
-            instants.append(self._next_due)
-            if self._is_lost_waiting:
-                instants.append(self._runner.probation.next_proof())
+        instants: list[Instant | None] = []
+        if self._runner.once is None:
+            instants.append(self._next_deadline)
+            # While no worker is free a due time is no reason to wake: it would be for ever.
+            if self._room > 0:
+                instants.append(self._next_due)
+        if self._room > 0 and self._is_lost_waiting:
+            instants.append(self._runner.probation.next_proof())
         if self._is_written_elsewhere:
             instants.append(self._clock.now() + microseconds(self._runner.poll))
         return min((instant for instant in instants if instant is not None), default=None)
@@ -155,7 +162,7 @@ class Pool:
         )
 
     def _is_due(self) -> bool:
-        return self._next_due is not None and self._next_due <= self._clock.now()
+        return self._next_due is not None and self._next_due <= self._runner.decision_now()
 
     def _claim(self) -> None:
         if not self.is_claiming and self._runner.may_claim:
@@ -217,6 +224,7 @@ class Pool:
                 self._runner.jobs,
                 lease=self._runner.lease,
                 kept_from=claim.lease_now,
+                deadline=self._runner.deadline_of(job.row),
                 decision_now=self._runner.decision_now,
                 written=self._runner.count,
             )

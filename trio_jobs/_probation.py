@@ -46,10 +46,13 @@ class Probation:
         if fence in self._unproven:
             self._unproven[fence] = now
 
-    def ended(self, fence: Fence) -> None:
-        if fence in self._unproven:
-            del self._unproven[fence]
-            self._proven += 1
+    def ended(self, fence: Fence) -> bool:
+        """True if it was on probation, which proves it."""
+        if fence not in self._unproven:
+            return False
+        del self._unproven[fence]
+        self._proven += 1
+        return True
 
     def next_proof(self) -> Instant | None:
         """When the next of them will have run for long enough."""

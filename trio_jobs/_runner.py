@@ -309,9 +309,12 @@ class Runner:
 
     def ended(self, execution: Execution, change: Change | None) -> None:
         self._keeper.drop(execution)
-        self.probation.ended(execution.fence)
+        if self.probation.ended(execution.fence):
+            for pool in self._pools:
+                pool.a_lost_job_is_proven()
         if change is None:
-            self._lost += 1
+            # What was given up is counted when it is taken up.
+            self._lost += not execution.is_given_up
         elif self.once is not None and change.after.state is State.QUEUED:
             self._spent |= {change.after.id}
         if execution.keyboard_interrupt is not None:
@@ -340,6 +343,11 @@ class Runner:
         if self.once is not None and self.once.now is not None:
             return self.once.now
         return self.clock.now()
+
+    def deadline_of(self, row: Row) -> Instant | None:
+        """The deadline to watch while it runs: none where time stands still (`run_once(now)`)."""
+        is_still = self.once is not None and self.once.now is not None
+        return None if is_still else row.deadline
 
     def met_trouble(self, error: StoreError, what: str) -> None:
         """The store refused: warn once for each kind of call until claims go well again."""
