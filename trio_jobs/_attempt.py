@@ -159,7 +159,6 @@ class Execution:
         "kept_from",
         "keyboard_interrupt",
         "row",
-        "taken_up",
     )
 
     def __init__(
@@ -176,7 +175,6 @@ class Execution:
     ) -> None:
         self.row = claimed.row
         self.handler = handler
-        self.taken_up = claimed.taken_up
         self.is_handling = False
         """The handler is under way."""
         self.is_over = False

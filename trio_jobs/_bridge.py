@@ -11,6 +11,8 @@ tick, by the same code.
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,6 +27,8 @@ from ._model import Change, Claimed, Fence, Instant, NewJob, Refused, Row
 from ._store import Store
 
 T = TypeVar("T")
+
+_log = logging.getLogger("trio_jobs")
 
 # More answers in one tick make the last of them late: 1000 tasks woken at once, 13 ms.
 MAX_BATCH: Final = 250
@@ -67,6 +71,7 @@ class Bridge:
         self._is_closed = False
         self._in_flight = 0
         self._quiet: trio.Event | None = None
+        self._pid = os.getpid()
         _open_bridges.add(self)
 
     async def open(self) -> None:
@@ -86,6 +91,8 @@ class Bridge:
 
     async def close(self) -> None:
         """Finish the commit that is under way; what still waits gets ClosedResourceError."""
+        if self.is_inherited:
+            return  # the store is the parent's
         with self._gathered:
             self._is_closed = True
             waiting, self._pending = self._pending, []
@@ -143,8 +150,15 @@ class Bridge:
 
         return await _parked(write, abort)
 
+    @property
+    def is_inherited(self) -> bool:
+        """We are in a process that was forked after `open`: no thread works for us here."""
+        return os.getpid() != self._pid
+
     def raise_if_closed(self) -> None:
-        """Raise `trio.ClosedResourceError` once `close` has begun."""
+        """Raise `trio.ClosedResourceError` once `close` has begun, `StoreError` after a fork."""
+        if self.is_inherited:
+            raise StoreError("this Jobs was opened in another process, before a fork")
         if self._is_closed:
             raise trio.ClosedResourceError("this Jobs was closed when its block ended")
 
@@ -214,7 +228,7 @@ class Bridge:
         if batch:
             _commit(self._store, batch)
             self._deliver(batch)
-            self._store.tidy()
+            _tidy(self._store)
         if self._pending and not self._flush_is_due:
             self._flush_is_due = True
             self._token.run_sync_soon(self._flush)
@@ -247,7 +261,7 @@ class Bridge:
                 self._token.run_sync_soon(self._deliver, batch)
             except trio.RunFinishedError:
                 return  # the loop ended without closing us: nobody is left to be told
-            self._store.tidy()
+            _tidy(self._store)
 
     def _take(self) -> list[Write]:
         batch = self._pending[:MAX_BATCH]
@@ -281,6 +295,14 @@ def _commit(store: Store, batch: Sequence[Write]) -> None:
                 write.result = outcome.Error(_copy(error))
             else:
                 _commit(store, [write])
+
+
+def _tidy(store: Store) -> None:
+    try:
+        store.tidy()
+    except Exception:
+        # Housekeeping that fails costs space; without the writing thread nothing works.
+        _log.exception("the store could not be tidied up")
 
 
 def _perform(store: Store, batch: Sequence[Write]) -> list[Any]:

@@ -94,27 +94,32 @@ class Alarm:
         self._poll = poll
         self._event = trio.Event()
         self._until: Instant | None = None
+        self._due = math.inf
+        self.late = 0.0
+        """Seconds between the latest wake-up and when it should have been."""
 
-    async def wait(self, instant: Instant | None, *, idle: bool = False) -> float | None:
-        """Sleep until then, or until `ring`. None if it rang, else how many seconds late it is.
+    async def wait(self, instant: Instant | None, *, idle: bool = False) -> bool:
+        """Sleep until then, or until `ring`: False if it rang. `late` says how well that went.
 
         `idle`: nothing is in hand that a stepped clock could spoil, so no poll is needed.
         """
         self._event = trio.Event()
         self._until = instant
-        deadline = self._clock.trio_deadline(instant, math.inf if idle else self._poll)
-        with trio.move_on_at(deadline):
+        self._due = self._clock.trio_deadline(instant, math.inf if idle else self._poll)
+        with trio.move_on_at(self._due):
             await self._event.wait()
-            return None
-        return trio.current_time() - deadline
+        self.late = max(0.0, trio.current_time() - self._due)
+        return not self._event.is_set()
 
     def ring(self) -> None:
-        self._event.set()
+        if not self._event.is_set():
+            self._due = min(self._due, trio.current_time())
+            self._event.set()
 
     def bring_forward(self, instant: Instant) -> None:
         """Sleep no longer than until then."""
         if self._until is None or instant < self._until:
-            self._event.set()
+            self.ring()
 
 
 class _Hold:

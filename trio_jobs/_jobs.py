@@ -197,7 +197,8 @@ async def open_jobs(
     try:
         yield jobs
     finally:
-        leave_hub(identity, listener)
+        if not jobs._bridge.is_inherited:
+            leave_hub(identity, listener)
         await jobs._bridge.close()
 
 

@@ -90,8 +90,9 @@ class Keeper:
                 one.check(now)
             limits = [one.next_limit(now) for one in self.handling()]
             limit = min((limit for limit in limits if limit is not None), default=None)
-            late = await self._limit.wait(limit, idle=not limits)
-            if late is not None and late * MICROSECONDS > self._lease // 6:
+            await self._limit.wait(limit, idle=not limits)
+            late = self._limit.late
+            if late * MICROSECONDS > self._lease // 6:
                 _log.warning("the event loop was blocked for %.1f s; leases may be lost", late)
 
     def _renewal_of(self, one: Execution) -> Instant:

@@ -245,6 +245,11 @@ def is_lost(row: Row, now: Instant) -> bool:
     return row.state is State.RUNNING and row.lease_until is not None and row.lease_until <= now
 
 
+def is_suspect(row: Row) -> bool:
+    """It was lost the last time, too: maybe it is the job that takes its runners with it."""
+    return row.failure == WORKER_LOST
+
+
 def later(now: Instant, wait: int) -> Instant:
     return min(now + wait, LATEST)
 

@@ -140,6 +140,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """At most so many rows are taken; 0 still ends what a deadline or a loss ends."""
     lost_limit: int
     """At most so many of them may be lost rows."""
+    takes_suspect: bool = True
+    """One of them may be a suspect (a row that was lost before), and then it is the only one."""
     now: Instant
     """Decides what is due and what a deadline ends."""
     lease_now: Instant
@@ -160,6 +162,8 @@ class ClaimedJob(msgspec.Struct, frozen=True, kw_only=True):
     payload: bytes
     taken_up: bool
     """It was lost: another start of it was under way when its runner went."""
+    is_suspect: bool = False
+    """It was lost, and not for the first time."""
 
 
 class Claimed(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,7 +174,7 @@ class Claimed(msgspec.Struct, frozen=True, kw_only=True):
     settled: list[Change]
     """Rows the claim itself ended or took up: deadlines and losses, for log and waiters."""
     lost_waiting: bool
-    """Lost rows are left that `lost_limit` held back."""
+    """Lost rows are left that `lost_limit` or `takes_suspect` held back."""
     more: bool
     """`limit` was reached: there may be more due rows."""
     next_due: Instant | None

@@ -21,6 +21,7 @@ from ._clock import Alarm, microseconds
 from ._errors import StoreError
 from ._kinds import Handler
 from ._model import Claim, Claimed, Instant, Row
+from ._probation import Allowance
 
 if TYPE_CHECKING:
     from ._runner import Runner
@@ -48,6 +49,9 @@ class Pool:
         """There may be due rows nobody told us are not."""
         self._next_due: Instant | None = None
         self._next_deadline: Instant | None = None
+        # What was heard since the claim under way was formed: its answer may not know of it.
+        self._heard_due: Instant | None = None
+        self._heard_deadline: Instant | None = None
         self._is_lost_waiting = False
         self._retry_at: Instant | None = None
         self._repeat = FIRST_REPEAT
@@ -66,9 +70,11 @@ class Pool:
         """A queued row was committed in this process."""
         if row.deadline is not None:
             self._next_deadline = _earliest(self._next_deadline, row.deadline)
+            self._heard_deadline = _earliest(self._heard_deadline, row.deadline)
             self._alarm.bring_forward(row.deadline)
         if row.kind in self._handlers:
             self._next_due = _earliest(self._next_due, row.run_at)
+            self._heard_due = _earliest(self._heard_due, row.run_at)
             if row.run_at <= self._runner.decision_now():
                 self._is_hungry = True
                 self._claim_if_useful()
@@ -84,8 +90,8 @@ class Pool:
         self._is_hungry = True
         self._alarm.ring()
 
-    def a_lost_job_is_proven(self) -> None:
-        """So more of them may be started."""
+    def lost_jobs_may_start(self) -> None:
+        """More of them than before."""
         if self._is_lost_waiting:
             self.wake()
 
@@ -113,7 +119,7 @@ class Pool:
             while not timer:
                 if self._is_hungry:
                     self._claim_if_useful()
-                timer = await self._alarm.wait(self._next_instant()) is not None
+                timer = await self._alarm.wait(self._next_instant())
                 timer = timer or self._is_written_elsewhere
 
     async def _look_around(self) -> None:
@@ -144,7 +150,7 @@ class Pool:
             instants.append(self._runner.probation.next_proof())
         if self._is_written_elsewhere:
             instants.append(self._clock.now() + microseconds(self._runner.poll))
-        return min((instant for instant in instants if instant is not None), default=None)
+        return _earliest(*instants)
 
     # Claiming. No await in here: a claim is submitted, and `_claimed` is called.
 
@@ -165,24 +171,28 @@ class Pool:
         return self._next_due is not None and self._next_due <= self._runner.decision_now()
 
     def _claim(self) -> None:
-        if not self.is_claiming and self._runner.may_claim:
+        if not self.is_claiming:
             self._bridge.submit(self._new_claim())
 
     def _new_claim(self) -> Write:
         self.is_claiming = True
-        lost_limit = self._runner.probation.reserve(self._clock.now())
+        allowance = self._runner.probation.reserve(self._clock.now())
         held = self._runner.held_ids()
 
         # Called when its batch is formed: the room is that of the last moment, and so are
         # the instants, from which the leases count.
         def claim() -> Claim:
             self._is_hungry = False
+            self._heard_due = self._heard_deadline = None
             now = self._clock.now()
             once = self._runner.once
+            # While the runner stops it takes nothing, but still hears of cancel requests.
+            may_take = self._runner.may_claim
             return Claim(
-                policies=self._policies,
-                limit=max(0, self._room),
-                lost_limit=lost_limit,
+                policies=self._policies if may_take else {},
+                limit=max(0, self._room) if may_take else 0,
+                lost_limit=allowance.limit,
+                takes_suspect=allowance.takes_suspect,
                 now=now if once is None or once.now is None else once.now,
                 lease_now=now,
                 lease_until=now + self._runner.lease,
@@ -191,17 +201,20 @@ class Pool:
             )
 
         write = Write("claim", claim)
-        write.done = lambda result: self._claimed(write, lost_limit, result)
+        write.done = lambda result: self._claimed(write, allowance, result)
         return write
 
-    def _claimed(self, write: Write, lost_limit: int, result: outcome.Outcome[Any]) -> None:
+    def _claimed(
+        self, write: Write, allowance: Allowance, result: outcome.Outcome[Any]
+    ) -> None:
         self.is_claiming = False
         self._retry_at = None
-        self._runner.probation.release(lost_limit)
         if isinstance(result, outcome.Value):
             self._take(write.items, result.value)
         elif isinstance(result, outcome.Error):
             self._refused(result.error)
+        if self._runner.probation.release(allowance):
+            self._runner.lost_jobs_may_start()
         self._runner.progress()
         self._alarm.ring()
 
@@ -228,16 +241,17 @@ class Pool:
                 decision_now=self._runner.decision_now,
                 written=self._runner.count,
             )
-            self._runner.takes(execution)
+            self._runner.takes(execution, job)
             self._ready.append(execution)
         self._runner.claim_answered(claimed)
         self._is_hungry = self._is_hungry or claimed.more
         self._is_lost_waiting = claimed.lost_waiting
-        self._next_deadline = claimed.next_deadline
+        self._next_deadline = _earliest(claimed.next_deadline, self._heard_deadline)
         # What is due and was not taken (a lost row that has to wait) is no reason to wake.
         is_idle = not claimed.jobs and not claimed.more
         due = claimed.next_due
-        self._next_due = None if due is not None and due <= claim.now and is_idle else due
+        due = None if due is not None and due <= claim.now and is_idle else due
+        self._next_due = _earliest(due, self._heard_due)
         self.is_exhausted = claim.limit > 0 and not claimed.more and not claimed.lost_waiting
         if self._runner.is_hurried:
             self.hand_back_waiting()
@@ -295,5 +309,5 @@ class Pool:
         return next_one
 
 
-def _earliest(one: Instant | None, other: Instant) -> Instant:
-    return other if one is None else min(one, other)
+def _earliest(*instants: Instant | None) -> Instant | None:
+    return min((instant for instant in instants if instant is not None), default=None)

@@ -3,16 +3,24 @@
 A job that kills its process takes all its neighbours' attempts with it. So lost rows are
 taken up gently: of those a runner has started, at most 1 + the number already proven may
 be unproven at a time (1, 2, 4, ...). Proven is a start that ended, or ran for a second.
+One that was lost the last time, too, is a suspect: it is unproven alone or not at all.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 from ._clock import MICROSECONDS
 from ._model import Fence, Instant
 
 PROVEN_AFTER: Final = MICROSECONDS
+
+
+class Allowance(NamedTuple):
+    """What one claim may take of the lost rows."""
+
+    limit: int
+    takes_suspect: bool
 
 
 class Probation:
@@ -21,26 +29,36 @@ class Probation:
     def __init__(self) -> None:
         self._proven = 0
         self._unproven: dict[Fence, Instant | None] = {}  # since when it runs
+        self._suspect: Fence | None = None
         self._is_reserved = False
+        self._is_another_waiting = False
 
-    def reserve(self, now: Instant) -> int:
-        """How many lost rows the next claim may take; 0 while another claim is under way."""
+    def reserve(self, now: Instant) -> Allowance:
+        """What the next claim may take; nothing while another claim may take some."""
         if self._is_reserved:
-            return 0
+            self._is_another_waiting = True
+            return Allowance(0, False)
         for fence, since in list(self._unproven.items()):
             if since is not None and not since <= now < since + PROVEN_AFTER:
                 self.ended(fence)
         limit = max(0, 1 + self._proven - len(self._unproven))
+        if self._suspect in self._unproven:
+            limit = 0
         self._is_reserved = limit > 0
-        return limit
+        return Allowance(limit, not self._unproven)
 
-    def release(self, reserved: int) -> None:
-        """The claim that was given so many has its answer."""
-        if reserved:
-            self._is_reserved = False
+    def release(self, reserved: Allowance) -> bool:
+        """That claim has its answer. True if another was refused since."""
+        if not reserved.limit:
+            return False
+        is_another_waiting, self._is_another_waiting = self._is_another_waiting, False
+        self._is_reserved = False
+        return is_another_waiting
 
-    def took(self, fence: Fence) -> None:
+    def took(self, fence: Fence, *, is_suspect: bool) -> None:
         self._unproven[fence] = None
+        if is_suspect:
+            self._suspect = fence
 
     def began(self, fence: Fence, now: Instant) -> None:
         if fence in self._unproven:

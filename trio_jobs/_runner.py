@@ -22,7 +22,7 @@ from ._errors import StoreError
 from ._jobs import Jobs
 from ._keeper import Keeper
 from ._kinds import Handler, Kind
-from ._model import Change, Claimed, Instant, Row, State
+from ._model import Change, Claimed, ClaimedJob, Instant, Row, State
 from ._pool import Pool
 from ._probation import Probation
 
@@ -297,10 +297,10 @@ class Runner:
 
     # What the pools tell it, in the order in which it happens to a job.
 
-    def takes(self, execution: Execution) -> None:
+    def takes(self, execution: Execution, job: ClaimedJob) -> None:
         self._keeper.take(execution)
-        if execution.taken_up:
-            self.probation.took(execution.fence)
+        if job.taken_up:
+            self.probation.took(execution.fence, is_suspect=job.is_suspect)
 
     def begins(self, execution: Execution) -> None:
         self._started += 1
@@ -310,8 +310,7 @@ class Runner:
     def ended(self, execution: Execution, change: Change | None) -> None:
         self._keeper.drop(execution)
         if self.probation.ended(execution.fence):
-            for pool in self._pools:
-                pool.a_lost_job_is_proven()
+            self.lost_jobs_may_start()
         if change is None:
             # What was given up is counted when it is taken up.
             self._lost += not execution.is_given_up
@@ -320,6 +319,11 @@ class Runner:
         if execution.keyboard_interrupt is not None:
             self.fail(execution.keyboard_interrupt)
         self.progress()
+
+    def lost_jobs_may_start(self) -> None:
+        """One of them was proven, or the claim that might have taken some is answered."""
+        for pool in self._pools:
+            pool.lost_jobs_may_start()
 
     def claim_answered(self, claimed: Claimed) -> None:
         self._trouble = None

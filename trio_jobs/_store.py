@@ -108,10 +108,12 @@ class Store(Protocol):
         Queued rows of any kind at their deadline fail. Lost rows of any kind whose
         cancellation was requested or whose deadline passed end. Other lost rows of the
         served kinds go through `_lifecycle.lost`: those it ends are ended; those it
-        queues again compete with the due rows and are moved only if they are taken, at
-        most `lost_limit` of them. Rows are taken by highest priority, then oldest
-        `run_at`, then lowest id. Work that a deadline brings is bounded; what is left
-        shows as a `next_deadline` in the past.
+        queues again compete with the due rows and are moved only if they are taken: the
+        first of them if it is a suspect and `takes_suspect`, else at most `lost_limit` that
+        are none, else a suspect. A row is due at its
+        `run_at`, and a row that was due when it was enqueued stays due if the clock is set
+        back. Rows are taken by highest priority, then oldest `run_at`, then lowest id. Work
+        that a deadline brings is bounded; what is left shows as a `next_deadline` in the past.
         """
         ...
 
