@@ -368,7 +368,8 @@ class Execution:
                 self.lose()
             elif refused.row.cancel_requested:
                 self.cancel_was_requested()
-        await trio.lowlevel.checkpoint()
+        # Shielded: `lose` has cancelled this scope, and it is LeaseLost that tells why.
+        await trio.lowlevel.cancel_shielded_checkpoint()
         raise LeaseLost(f"this attempt of job {self.row.id} ({self.row.kind}) is over")
 
     def _published_so_far(self) -> object:
@@ -421,7 +422,7 @@ class Execution:
             return _lifecycle.RefusedForGood(failure)
         postponed = [leaf.seconds for leaf in leaves if isinstance(leaf, RetryLater)]
         if len(postponed) == len(leaves):
-            return _lifecycle.RetryAfter(microseconds(max(postponed)))
+            return _lifecycle.RetryAfter(microseconds(max(0, *postponed)))
         _log.error("%s raised", self, exc_info=error)
         return _lifecycle.Raised(Failure(_INTERNAL_ERROR, safe_text(_type_name(error), 1_000)))
 
