@@ -420,9 +420,11 @@ class Execution:
             if all(fail.retry for fail in fails):
                 return _lifecycle.Raised(failure)
             return _lifecycle.RefusedForGood(failure)
-        postponed = [leaf.seconds for leaf in leaves if isinstance(leaf, RetryLater)]
+        postponed = [leaf for leaf in leaves if isinstance(leaf, RetryLater)]
         if len(postponed) == len(leaves):
-            return _lifecycle.RetryAfter(microseconds(max(0, *postponed)))
+            # Checked again: the handler may have set it since.
+            wait = max(seconds(leaf.seconds, "seconds") for leaf in postponed)
+            return _lifecycle.RetryAfter(microseconds(wait))
         _log.error("%s raised", self, exc_info=error)
         return _lifecycle.Raised(Failure(_INTERNAL_ERROR, safe_text(_type_name(error), 1_000)))
 

@@ -56,12 +56,22 @@ class Write:
 
 
 class Bridge:
-    """Carries calls from Trio tasks to one store. `tell` hears of every committed row."""
+    """Carries calls from Trio tasks to one store.
 
-    def __init__(self, store: Store, clock: Clock, tell: Callable[[Sequence[Row]], None]) -> None:
+    `tell` hears of every committed row, `tell_unsure` of a commit of unknown outcome.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        tell: Callable[[Sequence[Row]], None],
+        tell_unsure: Callable[[], None] = lambda: None,
+    ) -> None:
         self.clock = clock
         self._store = store
         self._tell = tell
+        self._tell_unsure = tell_unsure
         self._token = trio.lowlevel.current_trio_token()
         self._readers = trio.CapacityLimiter(1)
         self._pending: list[Write] = []
@@ -235,14 +245,22 @@ class Bridge:
 
     def _deliver(self, batch: Sequence[Write]) -> None:
         rows: list[Row] = []
+        is_unsure = False
         for write in batch:
             assert write.result is not None
             if isinstance(write.result, outcome.Value):
                 rows += _committed_rows(write.verb, write.items, write.result.value)
+            elif isinstance(write.result, outcome.Error):
+                error = write.result.error
+                is_unsure = is_unsure or (
+                    isinstance(error, StoreError) and error.is_outcome_unknown
+                )
             if write.done is not None:
                 write.done(write.result)
         if rows:
             self._tell(rows)
+        if is_unsure:
+            self._tell_unsure()
         if batch:
             self._end(len(batch))
 

@@ -165,7 +165,7 @@ class Watcher(Protocol):
         ...
 
     def written_elsewhere(self) -> None:
-        """A transaction that is not over has enqueued."""
+        """Something was written that nobody can tell yet: look at the store."""
         ...
 
 
@@ -210,7 +210,7 @@ class Jobs:
         self._store = store
         self._clock = clock
         self._max_payload = max_payload
-        self._bridge = Bridge(store, clock, self._tell)
+        self._bridge = Bridge(store, clock, self._tell, self._tell_unsure)
         self._hub: Hub
         self._watchers: set[Watcher] = set()
         self._waiters: dict[int, set[_Waiter]] = {}
@@ -380,6 +380,7 @@ class Jobs:
         waiters.add(waiter)
         try:
             while True:
+                waiter.event = trio.Event()
                 row = await self._row(number)
                 if row.state.is_final:
                     break
@@ -469,6 +470,9 @@ class Jobs:
     def _tell(self, rows: Sequence[Row]) -> None:
         self._hub.tell(rows)
 
+    def _tell_unsure(self) -> None:
+        self._hub.tell_written_elsewhere()
+
     def _heard(self, rows: Sequence[Row]) -> None:
         if self._waiters:
             for row in rows:
@@ -480,6 +484,9 @@ class Jobs:
             watcher.heard(rows)
 
     def _written_elsewhere(self) -> None:
+        for waiters in self._waiters.values():
+            for waiter in waiters:
+                waiter.event.set()
         for watcher in tuple(self._watchers):
             watcher.written_elsewhere()
 

@@ -279,7 +279,7 @@ class Pool:
                 # The worker stays with this one, so what was claimed for it goes back.
                 self._room -= 1
                 self.hand_back_waiting(keep=len(self._idle))
-                self._runner.met_trouble(error, "the end of a job could not be written")
+                self._runner.cannot_write_end(execution, error)
                 change = await execution.settle_patiently(end)
                 self._room += 1
                 self._alarm.ring()

@@ -170,6 +170,7 @@ class Runner:
         self._started = self._succeeded = self._failed = self._retried = self._lost = 0
         self._trouble: str | None = None
         self._warned: set[str] = set()
+        self._unwritten: set[Execution] = set()
         self._stop = trio.Event()
         self._hurry = trio.Event()
         self._progress = trio.Event()
@@ -311,9 +312,15 @@ class Runner:
         self._keeper.drop(execution)
         if self.probation.ended(execution.fence):
             self.lost_jobs_may_start()
-        if change is None:
-            # What was given up is counted when it is taken up.
-            self._lost += not execution.is_given_up
+        if execution in self._unwritten:
+            self._unwritten.discard(execution)
+            self._worked_again()
+        if execution.is_given_up:
+            # It is lost now, and counted when it is taken up, maybe here and at once.
+            for pool in self._pools:
+                pool.wake()
+        elif change is None:
+            self._lost += 1
         elif self.once is not None and change.after.state is State.QUEUED:
             self._spent |= {change.after.id}
         if execution.keyboard_interrupt is not None:
@@ -326,8 +333,7 @@ class Runner:
             pool.lost_jobs_may_start()
 
     def claim_answered(self, claimed: Claimed) -> None:
-        self._trouble = None
-        self._warned.clear()
+        self._worked_again()
         for change in claimed.settled:
             self.count(change)
         for fence in claimed.cancelled:
@@ -361,6 +367,16 @@ class Runner:
         self._trouble = str(error)
         if error.is_permanent or self.once is not None:
             self.fail(error)
+
+    def cannot_write_end(self, execution: Execution, error: StoreError) -> None:
+        """A worker goes on trying; until it is through, the trouble shows."""
+        self._unwritten.add(execution)
+        self.met_trouble(error, "the end of a job could not be written")
+
+    def _worked_again(self) -> None:
+        if not self._unwritten:
+            self._trouble = None
+            self._warned.clear()
 
     def looks_for_unhandled(self, pool: Pool) -> bool:
         return pool is self._pools[0]
