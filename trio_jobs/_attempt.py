@@ -171,7 +171,7 @@ class Execution:
         kept_from: Instant,
         deadline: Instant | None,
         decision_now: Callable[[], Instant],
-        written: Callable[[Change], None],
+        written: Callable[[Execution, Change], None],
     ) -> None:
         self.row = claimed.row
         self.handler = handler
@@ -306,7 +306,8 @@ class Execution:
         while not self.is_over:
             policy = self.handler.kind.policy
             change = _lifecycle.ended(self.row, end, policy, self._decision_now())
-            # Told before anybody who waits for the job is woken: statistics are never behind.
+            # Told before anybody who waits for the job is woken, and before a pool hears that
+            # the row is due again: the runner is never behind.
             write = Write("apply", [change], self._tell_if_written(change))
             submit(write)
             refused: Refused | None
@@ -316,7 +317,7 @@ class Execution:
                 self._may_be_written = self._may_be_written or error.is_outcome_unknown
                 raise
             if refused is not None and self._is_own_end(change.after, refused.row):
-                self._written(change)
+                self._written(self, change)
                 refused = None
             if refused is None:
                 self.is_over = True
@@ -330,7 +331,7 @@ class Execution:
     def _tell_if_written(self, change: Change) -> Callable[[outcome.Outcome[Any]], None]:
         def done(result: outcome.Outcome[Any]) -> None:
             if isinstance(result, outcome.Value) and result.value == [None]:
-                self._written(change)
+                self._written(self, change)
 
         return done
 

@@ -133,7 +133,10 @@ class Bridge:
         return result
 
     async def renew(self, fences: Sequence[Fence], until: Instant) -> dict[Fence, bool]:
-        result: dict[Fence, bool] = await self._write("renew", (fences, until))
+        # A cancelled renewal may go on, so it does not hold up a stop: nobody needs its answer.
+        write = Write("renew", (fences, until))
+        self.submit(write)
+        result: dict[Fence, bool] = await self.outcome_of(write)
         return result
 
     @trio.lowlevel.enable_ki_protection

@@ -143,7 +143,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     takes_suspect: bool = True
     """One of them may be a suspect (a row that was lost before), and then it is the only one."""
     now: Instant
-    """Decides what is due and what a deadline ends."""
+    """Decides what a deadline ends, and what is due unless `due_by` does."""
     lease_now: Instant
     """Decides which leases are over."""
     lease_until: Instant
@@ -152,6 +152,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """Ids this runner still has in hand: never lost to itself, never claimed twice."""
     below: int | None = None
     """Only ids below this one (`run_once`: what is enqueued meanwhile waits)."""
+    due_by: Instant | None = None
+    """Only rows due at this instant (`run_once`: what becomes due meanwhile waits)."""
 
 
 class ClaimedJob(msgspec.Struct, frozen=True, kw_only=True):

@@ -198,6 +198,7 @@ class Pool:
                 lease_until=now + self._runner.lease,
                 held=held,
                 below=None if once is None else once.below,
+                due_by=None if once is None else once.due_by,
             )
 
         write = Write("claim", claim)
@@ -239,7 +240,7 @@ class Pool:
                 kept_from=claim.lease_now,
                 deadline=self._runner.deadline_of(job.row),
                 decision_now=self._runner.decision_now,
-                written=self._runner.count,
+                written=self._runner.wrote,
             )
             self._runner.takes(execution, job)
             self._ready.append(execution)
@@ -272,6 +273,8 @@ class Pool:
         while True:
             execution = await self._next()
             end = await execution.run(self._runner.begins)
+            if execution.keyboard_interrupt is not None:
+                self._runner.fail(execution.keyboard_interrupt)
             self._room += 1
             try:
                 change = await execution.settle(end, self._submit_with_claim)

@@ -28,7 +28,7 @@ class Probation:
 
     def __init__(self) -> None:
         self._proven = 0
-        self._unproven: dict[Fence, Instant | None] = {}  # since when it runs
+        self._unproven: dict[Fence, Instant] = {}  # and since when
         self._suspect: Fence | None = None
         self._is_reserved = False
         self._is_another_waiting = False
@@ -39,7 +39,7 @@ class Probation:
             self._is_another_waiting = True
             return Allowance(0, False)
         for fence, since in list(self._unproven.items()):
-            if since is not None and not since <= now < since + PROVEN_AFTER:
+            if not since <= now < since + PROVEN_AFTER:
                 self.ended(fence)
         limit = max(0, 1 + self._proven - len(self._unproven))
         if self._suspect in self._unproven:
@@ -55,14 +55,10 @@ class Probation:
         self._is_reserved = False
         return is_another_waiting
 
-    def took(self, fence: Fence, *, is_suspect: bool) -> None:
-        self._unproven[fence] = None
+    def took(self, fence: Fence, now: Instant, *, is_suspect: bool) -> None:
+        self._unproven[fence] = now
         if is_suspect:
             self._suspect = fence
-
-    def began(self, fence: Fence, now: Instant) -> None:
-        if fence in self._unproven:
-            self._unproven[fence] = now
 
     def ended(self, fence: Fence) -> bool:
         """True if it was on probation, which proves it."""
@@ -74,5 +70,4 @@ class Probation:
 
     def next_proof(self) -> Instant | None:
         """When the next of them will have run for long enough."""
-        since = [instant for instant in self._unproven.values() if instant is not None]
-        return min(since) + PROVEN_AFTER if since else None
+        return min(self._unproven.values()) + PROVEN_AFTER if self._unproven else None

@@ -61,9 +61,11 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Once:
-    """The bounds of `run_once`: only ids below `below`, as of `now` if it was given."""
+    """The bounds of `run_once`: what is due by `due_by` with an id below `below`."""
 
     now: Instant | None
+    """If it was given, time stands still there."""
+    due_by: Instant
     below: int
 
 
@@ -126,7 +128,8 @@ async def run_once(
     """
     pools, known = _pools(handlers, workers, queues, unhandled)
     instant = None if now is None else instant_of(now, "now")
-    once = Once(instant, await jobs._bridge.read(lambda store: store.next_id()))
+    due_by = jobs._clock.now() if instant is None else instant
+    once = Once(instant, due_by, await jobs._bridge.read(lambda store: store.next_id()))
     runner = Runner(
         jobs, pools, known, poll=1.0, lease=60.0, grace=10.0, unhandled=unhandled, once=once
     )
@@ -301,17 +304,28 @@ class Runner:
     def takes(self, execution: Execution, job: ClaimedJob) -> None:
         self._keeper.take(execution)
         if job.taken_up:
-            self.probation.took(execution.fence, is_suspect=job.is_suspect)
+            now = self.clock.now()
+            self.probation.took(execution.fence, now, is_suspect=job.is_suspect)
 
     def begins(self, execution: Execution) -> None:
         self._started += 1
         self._keeper.begins(execution)
-        self.probation.began(execution.fence, self.clock.now())
 
-    def ended(self, execution: Execution, change: Change | None) -> None:
+    def wrote(self, execution: Execution, change: Change) -> None:
+        """Its end is on disk."""
+        self.count(change)
+        if self.once is not None and change.after.state is State.QUEUED:
+            self._spent |= {change.after.id}
+        self._let_go(execution)
+
+    def _let_go(self, execution: Execution) -> None:
         self._keeper.drop(execution)
         if self.probation.ended(execution.fence):
             self.lost_jobs_may_start()
+
+    def ended(self, execution: Execution, change: Change | None) -> None:
+        """A worker is through with it: written, lost or given up."""
+        self._let_go(execution)
         if execution in self._unwritten:
             self._unwritten.discard(execution)
             self._worked_again()
@@ -321,10 +335,6 @@ class Runner:
                 pool.wake()
         elif change is None:
             self._lost += 1
-        elif self.once is not None and change.after.state is State.QUEUED:
-            self._spent |= {change.after.id}
-        if execution.keyboard_interrupt is not None:
-            self.fail(execution.keyboard_interrupt)
         self.progress()
 
     def lost_jobs_may_start(self) -> None:
