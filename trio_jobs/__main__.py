@@ -18,7 +18,7 @@ from ._demo import find_duplicates
 from ._errors import TrioJobsError
 from ._jobs import Job, Jobs, open_jobs
 from ._model import State
-from ._work import load_handlers, work
+from ._work import BadArgument, load_handlers, work
 
 T = TypeVar("T")
 
@@ -30,9 +30,11 @@ id_argument = click.argument("id", type=int)
 
 
 @click.group()
-def main() -> None:
+@click.pass_context
+def main(context: click.Context) -> None:
     """Background jobs that survive a crash, on one SQLite file."""
-    _display.prepare_output()
+    is_working = context.invoked_subcommand == work_command.name
+    _display.prepare_output(logging.INFO if is_working else logging.WARNING)
 
 
 @main.command("work")
@@ -52,7 +54,6 @@ def work_command(reference: str, database: str, workers: int, grace: float, leas
     once. A handler that cannot be cancelled (a thread) does not keep the process: 2 s later
     it ends with exit code 75, and that job is started again when its lease is over.
     """
-    logging.getLogger().setLevel(logging.INFO)
     handlers = load_handlers(reference)
     _run(partial(work, database, handlers, workers=workers, grace=grace, lease=lease))
 
@@ -93,7 +94,7 @@ def list_command(
 @json_option
 def show(id: int, database: str, as_json: bool) -> None:
     """Show a job with its result (payloads are never shown)."""
-    job = _ask(database, lambda jobs: jobs.get(id))
+    job: Job[object] = _ask(database, lambda jobs: jobs.get(id))
     if as_json:
         _display.print_json(job.to_dict())
     else:
@@ -119,7 +120,7 @@ def history(id: int, database: str, as_json: bool) -> None:
 @json_option
 def retry(id: int, database: str, as_json: bool) -> None:
     """Give a failed, dead or cancelled job a new life."""
-    job = _ask(database, lambda jobs: jobs.retry(id))
+    job: Job[object] = _ask(database, lambda jobs: jobs.retry(id))
     if as_json:
         _display.print_json(job.to_dict())
     else:
@@ -171,8 +172,9 @@ def demo(folder: str, database: str | None, workers: int) -> None:
     search that was stopped or killed goes on where it was, and a finished one is printed again.
     """
     with nullcontext() if database else tempfile.TemporaryDirectory() as temporary:
-        file = database or os.path.join(temporary or "", "demo.db")
-        report = _run(partial(find_duplicates, folder, file, workers, _display.output()))
+        file = os.path.realpath(database or os.path.join(temporary or "", "demo.db"))
+        root = os.fsencode(os.path.abspath(folder))
+        report = _run(partial(find_duplicates, root, file, workers, _display.output()))
     _display.print_report(report)
     if database is None:
         click.echo("The jobs were in a temporary file, which is gone now; --db FILE keeps them.")
@@ -195,15 +197,14 @@ def _run(fn: Callable[[], Awaitable[T]]) -> T:
     """As `trio.run`; what a user can do something about ends the command with one line."""
     try:
         return trio.run(fn)
-    except BaseException as error:
+    except (TrioJobsError, click.ClickException, KeyboardInterrupt, BaseExceptionGroup) as error:
         leaves = list(_leaves(error))
         if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
             raise click.exceptions.Exit(130) from None
         for leaf in leaves:
-            if isinstance(leaf, click.ClickException):
-                raise leaf from None
-            if isinstance(leaf, TrioJobsError):
-                raise click.ClickException(_display.printable(str(leaf))) from None
+            if isinstance(leaf, TrioJobsError | click.ClickException):
+                sort = BadArgument if isinstance(leaf, BadArgument) else click.ClickException
+                raise sort(_display.printable(str(leaf))) from None
         raise
 
 

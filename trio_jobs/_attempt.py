@@ -318,6 +318,7 @@ class Execution:
                 raise
             if refused is not None and self._is_own_end(change.after, refused.row):
                 self._written(self, change)
+                self._jobs._tell([change.after])
                 refused = None
             if refused is None:
                 self.is_over = True

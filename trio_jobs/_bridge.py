@@ -78,7 +78,7 @@ class Bridge:
         self._gathered = threading.Condition()
         self._thread: threading.Thread | None = None
         self._flush_is_due = False
-        self._is_closed = False
+        self.is_closed = False
         self._in_flight = 0
         self._quiet: trio.Event | None = None
         self._pid = os.getpid()
@@ -104,7 +104,7 @@ class Bridge:
         if self.is_inherited:
             return  # the store is the parent's
         with self._gathered:
-            self._is_closed = True
+            self.is_closed = True
             waiting, self._pending = self._pending, []
             self._gathered.notify()
         for write in waiting:
@@ -172,7 +172,7 @@ class Bridge:
         """Raise `trio.ClosedResourceError` once `close` has begun, `StoreError` after a fork."""
         if self.is_inherited:
             raise StoreError("this Jobs was opened in another process, before a fork")
-        if self._is_closed:
+        if self.is_closed:
             raise trio.ClosedResourceError("this Jobs was closed when its block ended")
 
     @trio.lowlevel.enable_ki_protection
@@ -183,12 +183,13 @@ class Bridge:
 
         def abort(_: Any) -> trio.lowlevel.Abort:
             # Taken into a transaction it will have an outcome, and the caller gets to know it.
-            withdrawn = self._withdraw(write)
+            withdrawn = self.withdraw(write)
             return trio.lowlevel.Abort.SUCCEEDED if withdrawn else trio.lowlevel.Abort.FAILED
 
         return await _parked(write, abort)
 
-    def _withdraw(self, write: Write) -> bool:
+    def withdraw(self, write: Write) -> bool:
+        """Take it back; False if it is in a transaction already."""
         with self._gathered:
             if write.is_taken:
                 return False
@@ -272,7 +273,7 @@ class Bridge:
     def _work(self) -> None:
         while True:
             with self._gathered:
-                while not self._pending and not self._is_closed:
+                while not self._pending and not self.is_closed:
                     self._gathered.wait()
                 batch = self._take()
             if not batch:

@@ -212,8 +212,9 @@ class Jobs:
         self._max_payload = max_payload
         self._bridge = Bridge(store, clock, self._tell, self._tell_unsure)
         self._hub: Hub
-        self._watchers: set[Watcher] = set()
-        self._waiters: dict[int, set[_Waiter]] = {}
+        # Not sets: who hears first must not depend on where objects lie in memory.
+        self._watchers: dict[Watcher, None] = {}
+        self._waiters: dict[int, dict[_Waiter, None]] = {}
 
     async def enqueue(
         self,
@@ -376,8 +377,8 @@ class Jobs:
         poll = seconds(poll, "poll", above=True)
         waiter = _Waiter()
         number = _checked_id(job_or_id)
-        waiters = self._waiters.setdefault(number, set())
-        waiters.add(waiter)
+        waiters = self._waiters.setdefault(number, {})
+        waiters[waiter] = None
         try:
             while True:
                 waiter.event = trio.Event()
@@ -390,7 +391,7 @@ class Jobs:
                     row = waiter.row
                     break
         finally:
-            waiters.discard(waiter)
+            waiters.pop(waiter)
             if not waiters and self._waiters.get(number) is waiters:
                 del self._waiters[number]
         return Job(row, _codec_for(job_or_id, None))
@@ -412,7 +413,11 @@ class Jobs:
                 return True
             row = _existing(refused.row, row.id)
 
-    async def retry(self, id: int | Job[R]) -> Job[R]:
+    @overload
+    async def retry(self, id: Job[R]) -> Job[R]: ...
+    @overload
+    async def retry(self, id: int) -> Job[object]: ...
+    async def retry(self, id: int | Job[Any]) -> Job[Any]:
         """Give a failed, dead or cancelled job a new life: queued, due now, all attempts free.
 
         Raises `StateError` for any other, and if a live job has its key; `JobNotFound`.

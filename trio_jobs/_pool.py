@@ -53,6 +53,7 @@ class Pool:
         self._heard_due: Instant | None = None
         self._heard_deadline: Instant | None = None
         self._is_lost_waiting = False
+        self._claim_under_way: Write | None = None
         self._retry_at: Instant | None = None
         self._repeat = FIRST_REPEAT
         self._is_written_elsewhere = False
@@ -103,6 +104,11 @@ class Pool:
             self._room += 1
             self._runner.nursery.start_soon(self._hand_back, execution)
 
+    def withdraw_claim(self) -> None:
+        """Claim nothing any more, if it is not too late."""
+        if self._claim_under_way is not None and self._bridge.withdraw(self._claim_under_way):
+            self.is_claiming = False
+
     async def _hand_back(self, execution: Execution) -> None:
         self._runner.ended(execution, await execution.hand_back())
 
@@ -112,6 +118,7 @@ class Pool:
     async def poll(self) -> None:
         """Claim when a due time or deadline has come, and once a `poll` on a real clock."""
         while True:
+            self._retry_at = None
             await self._look_around()
             if not self._is_written_elsewhere:
                 self._claim()
@@ -203,13 +210,17 @@ class Pool:
 
         write = Write("claim", claim)
         write.done = lambda result: self._claimed(write, allowance, result)
+        self._claim_under_way = write
         return write
 
-    def _claimed(
-        self, write: Write, allowance: Allowance, result: outcome.Outcome[Any]
-    ) -> None:
+    def _claimed(self, write: Write, allowance: Allowance, result: outcome.Outcome[Any]) -> None:
         self.is_claiming = False
+        self._claim_under_way = None
         self._retry_at = None
+        if self._runner.is_over:
+            if isinstance(result, outcome.Value):
+                self._give_back(result.value)
+            return
         if isinstance(result, outcome.Value):
             self._take(write.items, result.value)
         elif isinstance(result, outcome.Error):
@@ -218,6 +229,20 @@ class Pool:
             self._runner.lost_jobs_may_start()
         self._runner.progress()
         self._alarm.ring()
+
+    def _give_back(self, claimed: Claimed) -> None:
+        # Nobody is left to wait for this; if it is not written the leases have to end.
+        changes = [
+            _lifecycle.ended(
+                job.row,
+                _lifecycle.NeverStarted(job.was),
+                self._policies[job.row.kind],
+                self._clock.now(),
+            )
+            for job in claimed.jobs
+        ]
+        if changes and not self._bridge.is_closed:
+            self._bridge.submit(Write("apply", changes))
 
     def _refused(self, error: BaseException) -> None:
         self._is_hungry = True
@@ -273,9 +298,10 @@ class Pool:
         while True:
             execution = await self._next()
             end = await execution.run(self._runner.begins)
+            self._runner.progress()
             if execution.keyboard_interrupt is not None:
                 self._runner.fail(execution.keyboard_interrupt)
-            self._room += 1
+            self._make_room()
             try:
                 change = await execution.settle(end, self._submit_with_claim)
             except StoreError as error:
@@ -284,9 +310,13 @@ class Pool:
                 self.hand_back_waiting(keep=len(self._idle))
                 self._runner.cannot_write_end(execution, error)
                 change = await execution.settle_patiently(end)
-                self._room += 1
-                self._alarm.ring()
+                self._make_room()
             self._runner.ended(execution, change)
+
+    def _make_room(self) -> None:
+        self._room += 1
+        if self._next_due is not None:  # while there was no room it was no reason to wake
+            self._alarm.bring_forward(self._next_due)
 
     def _submit_with_claim(self, end: Write) -> None:
         if self._wants_more():

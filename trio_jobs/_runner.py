@@ -159,6 +159,7 @@ class Runner:
         self.lease = microseconds(lease)
         self.once = once
         self.may_claim = True
+        self.is_over = False
         self.probation = Probation()
         self.nursery: trio.Nursery
         self._grace = grace
@@ -220,7 +221,7 @@ class Runner:
 
     @trio.lowlevel.enable_ki_protection
     async def _live(self) -> None:
-        self.jobs._watchers.add(self)
+        self.jobs._watchers[self] = None
         # Shielded: a cancellation from outside begins the orderly stop, it does not cut the
         # handlers off. `_wind_down` is bounded, but for handlers that cannot be cancelled.
         with trio.CancelScope(shield=True):
@@ -234,7 +235,8 @@ class Runner:
                 await self._stop.wait()
                 await self._wind_down()
                 self.nursery.cancel_scope.cancel()
-        self.jobs._watchers.discard(self)
+        self.jobs._watchers.pop(self)
+        self.is_over = True
         self._hurry.set()
 
     def _cut_grace(self) -> None:
@@ -276,6 +278,8 @@ class Runner:
         await self._until(lambda: not self._keeper.handling())
         with trio.move_on_after(FINAL_WRITES):
             await self._until(self._is_nothing_in_hand)
+        for pool in self._pools:
+            pool.withdraw_claim()
         for one in self._keeper.in_hand.values():
             _log.error("%s: its end could not be written in time; its lease has to end", one)
 
@@ -393,9 +397,10 @@ class Runner:
 
     def meet(self, kinds: Iterable[str]) -> None:
         """Jobs of these kinds are waiting: see whether somebody handles them."""
-        for name in set(kinds) - self._known - self._unhandled - {""}:
+        for name in set(kinds) - self._known - self._unhandled:
             self._unhandled.add(name)
-            if self._unhandled_rule != "leave":
+            # Only by hand can a row have a name that no kind may have; it stays queued.
+            if self._unhandled_rule != "leave" and name and "\0" not in name:
                 self._pools[0].adopt(_handler_of_unhandled(name, self._unhandled_rule))
 
     def count(self, change: Change) -> None:
