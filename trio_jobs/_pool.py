@@ -227,8 +227,20 @@ class Pool:
             self._refused(result.error)
         if self._runner.probation.release(allowance):
             self._runner.lost_jobs_may_start()
+        elif self._is_lost_waiting and self._is_outdated(allowance, result):
+            self.wake()
         self._runner.progress()
         self._alarm.ring()
+
+    def _is_outdated(self, given: Allowance, result: outcome.Outcome[Any]) -> bool:
+        """More lost jobs may start now than when the claim was made: one was proven since."""
+        taken = (
+            sum(job.taken_up for job in result.value.jobs)
+            if isinstance(result, outcome.Value)
+            else 0
+        )
+        now = self._runner.probation.allowance(self._clock.now())
+        return now.limit > given.limit - taken or now.takes_suspect > given.takes_suspect
 
     def _give_back(self, claimed: Claimed) -> None:
         # Nobody is left to wait for this; if it is not written the leases have to end.

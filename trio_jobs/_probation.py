@@ -33,19 +33,24 @@ class Probation:
         self._is_reserved = False
         self._is_another_waiting = False
 
-    def reserve(self, now: Instant) -> Allowance:
-        """What the next claim may take; nothing while another claim may take some."""
-        if self._is_reserved:
-            self._is_another_waiting = True
-            return Allowance(0, False)
+    def allowance(self, now: Instant) -> Allowance:
+        """What may be started now."""
         for fence, since in list(self._unproven.items()):
             if not since <= now < since + PROVEN_AFTER:
                 self.ended(fence)
         limit = max(0, 1 + self._proven - len(self._unproven))
         if self._suspect in self._unproven:
             limit = 0
-        self._is_reserved = limit > 0
         return Allowance(limit, not self._unproven)
+
+    def reserve(self, now: Instant) -> Allowance:
+        """The allowance for the next claim; nothing while another claim may take some."""
+        if self._is_reserved:
+            self._is_another_waiting = True
+            return Allowance(0, False)
+        allowance = self.allowance(now)
+        self._is_reserved = allowance.limit > 0
+        return allowance
 
     def release(self, reserved: Allowance) -> bool:
         """That claim has its answer. True if another was refused since."""
