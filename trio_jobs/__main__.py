@@ -164,7 +164,7 @@ def stats(database: str, kind: str | None, as_json: bool) -> None:
 @main.command()
 @click.argument("folder", default=".", type=click.Path(exists=True, file_okay=False))
 @click.option("--db", "database", metavar="FILE", help="Keep the search in this file.")
-@click.option("--workers", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("--workers", type=click.IntRange(min=1), default=16, show_default=True)
 def demo(folder: str, database: str | None, workers: int) -> None:
     """Find duplicate files below FOLDER (default: here) with a job for each file.
 

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import os
 import stat
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -26,7 +26,7 @@ from trio_jobs import Attempt, Fail, Job, Jobs, Kind, Runner, State, Statistics,
 
 BATCH = 500  # files found between two transactions
 CHUNK = 1 << 20  # bytes hashed between two looks at whether to stop
-LEASE = 5.0  # seconds until a killed search, started again, takes up what it had in hand
+LEASE = 3.0  # seconds until a killed search, started again, takes up what it had in hand
 
 _log = logging.getLogger("trio_jobs")
 
@@ -52,21 +52,24 @@ class Report:
     seconds: float
 
 
-async def find_duplicates(folder: str, database: str, workers: int, console: Console) -> Report:
+async def find_duplicates(folder: bytes, database: str, workers: int, console: Console) -> Report:
     """Search, or go on with the search that is in `database`."""
-    finder = Finder(os.path.realpath(database), workers)
+    finder = Finder(database, workers)
     handlers = [walk_folder.handled_by(finder.walk), hash_file.handled_by(finder.hash)]
     async with open_jobs(database) as jobs, trio.open_nursery() as nursery:
-        walk = await the_walk(jobs, os.fsencode(os.path.abspath(folder)))
+        walk = await the_walk(jobs, folder)
         begin = trio.current_time()
         runner = await nursery.start(
             partial(serve, jobs, handlers, workers=workers, lease=LEASE, grace=1)
         )
         async with trio.open_nursery() as display:
-            display.start_soon(show_progress, jobs, walk, runner, console)
+            if console.is_terminal:
+                display.start_soon(show_progress, jobs, walk, runner, console)
             (await jobs.wait_finished(walk)).unwrap()
-            files = [await jobs.wait_finished(job) async for job in files_in(jobs)]
+            while unfinished := [job for job in await files_so_far(jobs) if not job.state.is_final]:
+                await jobs.wait_finished(unfinished[-1])
             display.cancel_scope.cancel()
+        files = await files_so_far(jobs)
         runner.drain()
     return Report(files, runner.statistics(), trio.current_time() - begin)
 
@@ -75,25 +78,24 @@ async def the_walk(jobs: Jobs, folder: bytes) -> Job[int]:
     """The job that walks: the one this database has, or a new one."""
     for walk in await jobs.find(kind=walk_folder, limit=1):
         if walk.key != key_of(folder):
-            raise click.ClickException(f"{walk.key} is searched in this database; take another")
+            raise click.ClickException(f"this database holds the search of {walk.key}")
         is_broken = walk.state.is_final and walk.state is not State.SUCCEEDED
         return await jobs.retry(walk) if is_broken else walk
     return await jobs.enqueue(walk_folder, folder, key=key_of(folder))
 
 
-async def files_in(jobs: Jobs) -> AsyncGenerator[Job[Hashed]]:
-    """The job of every file found so far."""
-    page = await jobs.find(kind=hash_file, limit=BATCH)
-    while page:
-        for job in page:
-            yield job
-        page = await jobs.find(kind=hash_file, limit=BATCH, after=page[-1].id)
+async def files_so_far(jobs: Jobs) -> list[Job[Hashed]]:
+    """The job of every file that was found."""
+    files: list[Job[Hashed]] = []
+    last = 0
+    while page := await jobs.find(kind=hash_file, after=last, limit=BATCH):
+        files += page
+        last = page[-1].id
+    return files
 
 
 async def show_progress(jobs: Jobs, walk: Job[int], runner: Runner, console: Console) -> None:
-    """A bar on a terminal, nothing elsewhere."""
-    if not console.is_terminal:
-        return
+    """A bar, until cancelled."""
     counts = await jobs.counts()
     before = sum(count for state, count in counts.items() if state.is_final)
     with Progress(console=console, transient=True) as bar:
@@ -116,7 +118,7 @@ class Finder:
     async def walk(self, attempt: Attempt[bytes, int]) -> int:
         """Enqueue a job for every file, and publish how many there are so far."""
         # An earlier attempt may have been killed on its way: what it enqueued is there.
-        known = {job.key async for job in files_in(attempt.jobs)}
+        known = {job.key for job in await files_so_far(attempt.jobs)}
         files = files_below(attempt.payload, self.database)
         while found := await trio.to_thread.run_sync(
             list, islice(files, BATCH), limiter=self.threads

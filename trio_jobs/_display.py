@@ -43,13 +43,13 @@ def printable(text: str) -> str:
     )
 
 
-def prepare_output() -> None:
+def prepare_output(level: int) -> None:
     """The log to stderr; characters that stdout cannot encode as escapes."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     handler = logging.StreamHandler()
     handler.setFormatter(_OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(handlers=[handler])
+    logging.basicConfig(level=level, handlers=[handler])
 
 
 class _OneLine(logging.Formatter):

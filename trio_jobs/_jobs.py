@@ -426,8 +426,11 @@ class Jobs:
         while True:
             try:
                 change = _lifecycle.retried(row, self._clock.now())
-            except IllegalTransition as error:
-                raise StateError(str(error)) from None
+            except IllegalTransition:
+                raise StateError(
+                    f"job {row.id} ({row.kind}) is {row.state.value}; "
+                    "only a failed, dead or cancelled job can be retried"
+                ) from None
             [refused] = await self._bridge.apply([change])
             if refused is None:
                 return Job(change.after, _codec_for(id, None))

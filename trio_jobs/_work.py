@@ -6,6 +6,7 @@ Signals come in as values, and stopping is cancelling the scope around `serve`.
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import os
 import signal
@@ -53,15 +54,14 @@ async def work(
                     raise BadArgument(str(error)) from error
                 names = ", ".join(sorted(handler.kind.name for handler in handlers))
                 _log.info("working on %s: %s", database, names)
-                nursery.start_soon(_obey, signals, runner, serving.cancel_scope)
+                stop = serving.cancel_scope
+                nursery.start_soon(_obey, signals, runner, stop)
                 nursery.start_soon(_end_process_if_stuck, runner)
             nursery.cancel_scope.cancel()
     _log.info("stopped")
 
 
-async def _obey(
-    signals: AsyncIterator[int], runner: Runner, serving: trio.CancelScope
-) -> None:
+async def _obey(signals: AsyncIterator[int], runner: Runner, serving: trio.CancelScope) -> None:
     async for number in signals:
         if not serving.cancel_called:
             _log.info("%s: stopping; once more cuts the grace", signal.Signals(number).name)
@@ -96,6 +96,8 @@ def load_handlers(reference: str) -> list[Handler]:
     value = _attribute(module_name, attribute)
     if callable(value) and not isinstance(value, Handler):
         value = value()
+        if inspect.iscoroutine(value):
+            value.close()
     if isinstance(value, Handler):
         return [value]
     handlers = list(value) if isinstance(value, Iterable) else []

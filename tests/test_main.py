@@ -1,0 +1,615 @@
+"""The command: what it prints, its exit codes, and `work` as a real process under signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import trio
+from click.testing import CliRunner, Result
+
+import trio_jobs
+from trio_jobs import Attempt, Fail, Job, Jobs, Kind, State, open_jobs, run_once
+from trio_jobs.__main__ import main
+
+T = TypeVar("T")
+
+ROOT = Path(__file__).parent.parent
+
+HANDLERS = """
+import time
+import trio
+from trio_jobs import Kind
+
+nap = Kind("nap", float, str)
+blocking = Kind("blocking", float, str)
+
+@nap.handled_by
+async def take_nap(attempt):
+    await trio.sleep(attempt.payload)
+    return "slept"
+
+@blocking.handled_by
+async def block(attempt):
+    print("this is buffered")
+    await trio.to_thread.run_sync(time.sleep, attempt.payload)
+    return "blocked"
+
+@blocking.handled_by
+async def do_not_block(attempt):
+    return "did not block"
+
+HANDLERS = [take_nap, block]
+TUPLE = (take_nap,)
+NONE = []
+MIXED = [take_nap, 3]
+TWICE = [block, do_not_block]
+NUMBER = 3
+TEXT = "take_nap"
+
+def make():
+    return {take_nap}
+
+async def make_async():
+    return [take_nap]
+"""
+
+nap = Kind("nap", float, str)
+blocking = Kind("blocking", float, str)
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Path:
+    return tmp_path / "jobs.db"
+
+
+def using(database: Path, do: Callable[[Jobs], Awaitable[T]]) -> T:
+    async def open_and_do() -> T:
+        async with open_jobs(database) as jobs:
+            return await do(jobs)
+
+    return trio.run(open_and_do)
+
+
+def command(*arguments: str | Path | int) -> Result:
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def as_json(*arguments: str | Path | int) -> Any:
+    result = command(*arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+# Looking.
+
+
+class Samples:
+    """One job of each sort, by id."""
+
+    greet = Kind("greet", str, list[str], retry=trio_jobs.Retry(attempts=2))
+
+    def __init__(self, database: Path) -> None:
+        self.ids: dict[str, int] = {}
+        using(database, self._make)
+
+    async def _make(self, jobs: Jobs) -> None:
+        greet = self.greet
+
+        @greet.handled_by
+        async def answer(attempt: Attempt[str, list[str]]) -> list[str]:
+            await trio.lowlevel.checkpoint()
+            if attempt.payload == "refused":
+                raise Fail("not today", retry=False)
+            if attempt.payload == "broken":
+                raise Fail("try again")
+            return ["hello", attempt.payload[:1]]
+
+        for payload in ("succeeded", "refused", "broken"):
+            self.ids[payload] = (await jobs.enqueue(greet, payload, key=f"key {payload}")).id
+        await run_once(jobs, [answer])
+        await run_once(jobs, [answer], now=datetime.now(UTC) + timedelta(hours=1))
+        self.ids["queued"] = (await jobs.enqueue(greet, "secret payload", delay=3600)).id
+        self.ids["cancelled"] = (await jobs.enqueue(greet, "cancelled")).id
+        await jobs.cancel(self.ids["cancelled"])
+
+
+@pytest.fixture
+def samples(database: Path) -> Samples:
+    return Samples(database)
+
+
+def test_list_prints_jobs_in_order_and_no_payload(samples: Samples, database: Path) -> None:
+    result = command("list", "--db", database)
+
+    assert result.exit_code == 0
+    lines = [line for line in result.stdout.splitlines() if line.startswith("│")]
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+    assert [[*row[:5], row[7]] for row in cells] == [
+        ["1", "greet", "succeeded", "1", "key succeeded", ""],
+        ["2", "greet", "failed", "1", "key refused", "not today"],
+        ["3", "greet", "dead", "2", "key broken", "try again"],
+        ["4", "greet", "queued", "0", "", ""],
+        ["5", "greet", "cancelled", "0", "", ""],
+    ]
+    assert "secret" not in result.stdout
+
+
+def test_list_as_json_is_every_job_as_a_dict(samples: Samples, database: Path) -> None:
+    listed = as_json("list", "--db", database)
+
+    expected = using(database, lambda jobs: jobs.find())
+    assert listed == [job.to_dict() for job in expected]
+
+
+def test_list_chooses_by_state_kind_id_and_number(samples: Samples, database: Path) -> None:
+    def ids(*options: str | int) -> list[int]:
+        return [job["id"] for job in as_json("list", "--db", database, *options)]
+
+    assert ids("--state", "dead") == [3]
+    assert ids("--kind", "greet") == [1, 2, 3, 4, 5]
+    assert ids("--kind", "other") == []
+    assert ids("--after", 3) == [4, 5]
+    assert ids("--limit", 2) == [1, 2]
+    assert ids("--after", 1, "--limit", 2) == [2, 3]
+    assert "--after 2" in command("list", "--db", database, "--limit", 2).stdout
+
+
+def test_show_prints_a_job_with_its_result(samples: Samples, database: Path) -> None:
+    result = command("show", 1, "--db", database)
+
+    assert result.exit_code == 0
+    assert '["hello", "s"]' in result.stdout
+    assert as_json("show", 1, "--db", database)["result"] == ["hello", "s"]
+    assert as_json("show", 3, "--db", database)["error"] == "try again"
+
+
+def test_a_result_that_cannot_be_decoded_is_a_placeholder(samples: Samples, database: Path) -> None:
+    execute(database, "UPDATE trio_jobs_job SET result = 'no JSON' WHERE id = 1")
+
+    result = command("show", 1, "--db", database)
+
+    assert result.exit_code == 0
+    assert "(cannot be decoded)" in result.stdout
+    assert as_json("show", 1, "--db", database)["result"] is None
+
+
+def test_history_tells_of_every_start_that_did_not_succeed(
+    samples: Samples, database: Path
+) -> None:
+    printed = command("history", 3, "--db", database).stdout
+    past = as_json("history", 3, "--db", database)
+
+    assert [(one["number"], one["claim"], one["outcome"]) for one in past] == [
+        (1, 1, "failed"),
+        (2, 2, "failed"),
+    ]
+    assert {one["error"] for one in past} == {"try again"}
+    assert all(datetime.fromisoformat(one["ended_at"]).tzinfo is not None for one in past)
+    assert printed.count("try again") == 2
+    assert as_json("history", 1, "--db", database) == []
+
+
+def test_stats_counts_each_state(samples: Samples, database: Path) -> None:
+    counts = {state.value: 1 for state in State} | {"running": 0}
+
+    assert as_json("stats", "--db", database) == counts
+    assert as_json("stats", "--db", database, "--kind", "other") == dict.fromkeys(counts, 0)
+    assert "succeeded" in command("stats", "--db", database).stdout
+
+
+def test_text_from_the_table_is_escaped(database: Path) -> None:
+    # As nothing here would store it, but other programs can write to the file.
+    text = "[bold]text[/bold] \x1b]0;title\x07 :smile:\nnext\u202e\x9b"
+    escaped = r"[bold]text[/bold] \x1b]0;title\x07 :smile:\nnext\u202e\x9b"
+    using(database, lambda jobs: jobs.enqueue(nap, 0.0, key="key"))
+    for table, columns in {
+        "trio_jobs_job": ("kind", "key", "failure", "failure_type"),
+        "trio_jobs_past": ("failure", "failure_type"),
+    }.items():
+        if table == "trio_jobs_past":
+            execute(database, f"INSERT INTO {table} VALUES (1, 1, 1, 0, 0, 'failed', '', '')")
+        for column in columns:
+            execute(database, f"UPDATE {table} SET {column} = ?", text)
+    execute(database, "UPDATE trio_jobs_job SET result = ?", json.dumps([text]))
+
+    for arguments, times in {("list",): 4, ("show", 1): 5, ("history", 1): 2}.items():
+        output = command(*arguments, "--db", database).stdout
+
+        assert all(character == "\n" or character.isprintable() for character in output)
+        shown = output.replace(r"\u001b", r"\x1b").replace(r"\u0007", r"\x07")  # as in JSON
+        assert shown.count(escaped[:30]) == times, output
+    [job] = as_json("list", "--db", database)
+    assert {job["kind"], job["key"], job["error"], job["error_type"], *job["result"]} == {text}
+
+
+def test_output_that_cannot_be_encoded_is_escaped(database: Path) -> None:
+    snow = Kind("\N{SNOWMAN}", None)
+    using(database, lambda jobs: jobs.enqueue(snow, None))
+
+    done = subprocess.run(
+        [sys.executable, "-m", "trio_jobs", "list", "--db", database],
+        env={**environment(), "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert r"\u2603" in done.stdout
+
+
+# Changing.
+
+
+def test_retry_gives_a_new_life(samples: Samples, database: Path) -> None:
+    assert command("retry", 3, "--db", database).stdout == "Job 3 is queued again.\n"
+    assert as_json("show", 3, "--db", database)["status"] == "queued"
+    assert as_json("retry", 2, "--db", database)["status"] == "queued"
+
+
+def test_cancel_says_what_becomes_of_the_job(samples: Samples, database: Path) -> None:
+    assert command("cancel", 4, "--db", database).stdout == "Job 4 was cancelled.\n"
+    assert (
+        command("cancel", 4, "--db", database).stdout
+        == "Job 4 had already ended: it is cancelled.\n"
+    )
+    assert as_json("cancel", 1, "--db", database)["cancelled"] is False
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    "arguments", [["show", 99], ["history", 99], ["cancel", 99], ["retry", 99]]
+)
+def test_a_job_that_is_not_there_is_one_line(
+    arguments: list[str | int], samples: Samples, database: Path
+) -> None:
+    for more in ([], ["--json"]):
+        result = command(*arguments, "--db", database, *more)
+
+        assert result.exit_code == 1
+        assert result.stdout == ""
+        assert result.stderr == "Error: there is no job 99\n"
+
+
+def test_a_state_that_does_not_allow_it_is_one_line(samples: Samples, database: Path) -> None:
+    result = command("retry", 1, "--db", database)
+
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: job 1 ")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [["list"], ["stats"], ["show", 1], ["history", 1], ["retry", 1], ["cancel", 1]]
+)
+def test_a_file_that_is_not_there_is_an_error_and_is_not_made(
+    arguments: list[str | int], database: Path
+) -> None:
+    result = command(*arguments, "--db", database)
+
+    assert result.exit_code == 1
+    assert result.stderr == f"Error: there is no file {database}\n"
+    assert not database.exists()
+
+
+@pytest.mark.parametrize("arguments", [["list"], ["work", "app_handlers:HANDLERS"]])
+@pytest.mark.usefixtures("app_handlers")
+def test_a_file_that_is_no_database_is_one_line(arguments: list[str], database: Path) -> None:
+    database.write_bytes(b"this is no database" * 1000)
+
+    result = command(*arguments, "--db", database)
+
+    assert result.exit_code == 1
+    [line] = result.stderr.splitlines()
+    assert line.startswith("Error: ")
+    assert str(database) in line
+
+
+def test_the_database_can_be_named_by_the_environment(
+    samples: Samples, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIO_JOBS_DB", str(database))
+
+    assert len(as_json("list")) == 5
+    monkeypatch.delenv("TRIO_JOBS_DB")
+    assert command("list").exit_code == 2
+
+
+# Working.
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def run_process(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", "trio_jobs", *arguments],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+class Worker:
+    """`trio-jobs work` as a process; its log is in a file that can be read meanwhile."""
+
+    def __init__(self, folder: Path, database: Path) -> None:
+        self.folder = folder
+        self.database = database
+        self.log = folder / "log"
+        self.processes: list[subprocess.Popen[bytes]] = []
+        (folder / "app_handlers.py").write_text(HANDLERS)
+
+    def start(self, *options: str, handlers: str = "HANDLERS") -> subprocess.Popen[bytes]:
+        with self.log.open("wb") as log:
+            process = subprocess.Popen(
+                [
+                    *(sys.executable, "-W", "error", "-m", "trio_jobs", "work"),
+                    *(f"app_handlers:{handlers}", "--db", str(self.database), *options),
+                ],
+                cwd=self.folder,
+                env=environment(),
+                stdout=log,
+                stderr=log,
+            )
+        self.processes.append(process)
+        return process
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.01)
+
+    def wait_for_log(self, text: str) -> None:
+        self.wait_for(lambda: text in self.log.read_text())
+
+    def wait_for_state(self, id: int, state: State) -> None:
+        self.wait_for(lambda: self.job(id).state is state)
+
+    def enqueue(self, kind: Kind[float, str], payload: float) -> int:
+        return using(self.database, lambda jobs: jobs.enqueue(kind, payload)).id
+
+    def job(self, id: int) -> Job[object]:
+        return using(self.database, lambda jobs: jobs.get(id))
+
+    def outcomes(self, id: int) -> list[tuple[int, str]]:
+        past = using(self.database, lambda jobs: jobs.history(id))
+        return [(one.number, one.outcome) for one in past]
+
+
+@pytest.fixture
+def worker(tmp_path: Path, database: Path) -> Iterator[Worker]:
+    worker = Worker(tmp_path, database)
+    yield worker
+    for process in worker.processes:
+        process.kill()
+        process.wait()
+
+
+def execute(database: Path, sql: str, *values: str) -> None:
+    connection = sqlite3.connect(database)
+    with connection:
+        connection.execute(sql, values)
+    connection.close()
+
+
+@pytest.fixture
+def app_handlers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module can be imported here."""
+    (tmp_path / "app_handlers.py").write_text(HANDLERS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "app_handlers", raising=False)
+
+
+@pytest.mark.parametrize("handlers", ["HANDLERS", "TUPLE", "take_nap", "make"])
+def test_work_runs_jobs_of_the_handlers_it_is_given(worker: Worker, handlers: str) -> None:
+    worker.start(handlers=handlers)
+    worker.wait_for_log("working on")
+
+    id = worker.enqueue(nap, 0.0)
+
+    worker.wait_for_state(id, State.SUCCEEDED)
+    assert worker.job(id).result == "slept"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_d1_a_signal_lets_what_is_under_way_end_and_starts_nothing_more(
+    worker: Worker, number: int
+) -> None:
+    running = [worker.enqueue(nap, 1.0) for _ in range(2)]
+    queued = [worker.enqueue(nap, 1.0) for _ in range(5)]
+    process = worker.start("--workers", "2", "--grace", "20")
+    for id in running:
+        worker.wait_for_state(id, State.RUNNING)
+
+    process.send_signal(number)
+
+    assert process.wait(10) == 0
+    jobs = [worker.job(id) for id in running + queued]
+    assert [job.state for job in jobs] == [State.SUCCEEDED] * 2 + [State.QUEUED] * 5
+    assert [job.attempt for job in jobs] == [1] * 2 + [0] * 5
+    assert worker.log.read_text().splitlines()[-1].endswith("stopped")
+
+
+def test_d2_when_the_grace_is_over_jobs_are_handed_back_at_once(worker: Worker) -> None:
+    id = worker.enqueue(nap, 60.0)
+    process = worker.start("--grace", "0.3")
+    worker.wait_for_state(id, State.RUNNING)
+
+    process.terminate()
+
+    assert process.wait(10) == 0
+    job = worker.job(id)
+    assert (job.state, job.attempt) == (State.QUEUED, 0)
+    assert job.run_at <= datetime.now(UTC)
+    assert worker.outcomes(id) == [(1, "interrupted")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_cuts_the_grace(worker: Worker, number: int) -> None:
+    id = worker.enqueue(nap, 60.0)
+    process = worker.start("--grace", "60")
+    worker.wait_for_state(id, State.RUNNING)
+    process.send_signal(number)
+    worker.wait_for_log("stopping")
+
+    start = time.monotonic()
+    process.send_signal(number)
+
+    assert process.wait(10) == 0
+    assert time.monotonic() - start < 3
+    assert worker.job(id).state is State.QUEUED
+    assert worker.outcomes(id) == [(1, "interrupted")]
+
+
+def test_h3_a_thread_does_not_keep_the_process_and_its_job_is_taken_up_again(
+    worker: Worker,
+) -> None:
+    stuck = worker.enqueue(blocking, 60.0)
+    short = worker.enqueue(nap, 60.0)
+    process = worker.start("--grace", "0.5", "--lease", "1.5")
+    worker.wait_for_state(stuck, State.RUNNING)
+    worker.wait_for_state(short, State.RUNNING)
+
+    start = time.monotonic()
+    process.terminate()
+
+    assert process.wait(10) == 75
+    assert 2.5 <= time.monotonic() - start < 4.5  # grace, and 2 s of clean-up
+    assert worker.job(stuck).state is State.RUNNING
+    assert worker.job(short).state is State.QUEUED
+    log = worker.log.read_text()
+    assert f"job {stuck} (blocking), attempt 1 cannot be cancelled" in log
+    assert "with code 75" in log
+    assert "this is buffered" in log
+
+    worker.start("--lease", "1.5", handlers="do_not_block")
+    worker.wait_for_state(stuck, State.SUCCEEDED)
+    assert worker.job(stuck).result == "did not block"
+    assert worker.outcomes(stuck) == [(1, "lost")]
+
+
+def test_a_thread_that_ends_in_time_has_its_result_stored(worker: Worker) -> None:
+    id = worker.enqueue(blocking, 1.0)
+    process = worker.start("--grace", "0")
+    worker.wait_for_state(id, State.RUNNING)
+
+    process.terminate()
+
+    assert process.wait(10) == 0
+    assert worker.job(id).result == "blocked"
+
+
+def test_the_exit_code_of_a_stuck_handler_is_documented() -> None:
+    assert "exit code 75" in " ".join(command("work", "--help").stdout.split())
+
+
+def test_the_log_is_one_line_a_record_and_goes_to_stderr(tmp_path: Path, database: Path) -> None:
+    (tmp_path / "evil.py").write_text(
+        "import os, signal\n"
+        "from trio_jobs import Fail, Kind, Retry\n"
+        "evil = Kind('evil', None, retry=Retry(attempts=1))\n"
+        "@evil.handled_by\n"
+        "async def fail(attempt):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    raise Fail('one\\nERROR two\\u202e')\n"
+    )
+    using(database, lambda jobs: jobs.enqueue(Kind("evil", None), None))
+
+    done = run_process("work", "evil:fail", "--db", database, folder=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    [dead] = [line for line in done.stderr.splitlines() if "is dead" in line]
+    assert dead.endswith(r"one\nERROR two\u202e")
+    assert "WARNING trio_jobs: job 1 (evil)" in dead
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("app_handlers", "'app_handlers' is not MODULE:HANDLERS"),
+        (":HANDLERS", "':HANDLERS' is not MODULE:HANDLERS"),
+        ("app_handlers:", "'app_handlers:' is not MODULE:HANDLERS"),
+        (".app_handlers:HANDLERS", "'.app_handlers:HANDLERS' is not MODULE:HANDLERS"),
+        ("no_such_module:HANDLERS", "there is no module 'no_such_module'"),
+        ("app_handlers.no:HANDLERS", "there is no module 'app_handlers.no'"),
+        ("app_handlers:NOWHERE", "module 'app_handlers' has no 'NOWHERE'"),
+        ("app_handlers:NUMBER", "app_handlers:NUMBER must be a Handler, .* it gave int"),
+        ("app_handlers:TEXT", "it gave str"),
+        ("app_handlers:MIXED", "it gave list"),
+        ("app_handlers:NONE", "it gave list"),
+        ("app_handlers:nap", "it gave Kind"),
+        ("app_handlers:make_async", "it gave coroutine"),
+        ("app_handlers:TWICE", "kind 'blocking' has two handlers"),
+    ],
+)
+@pytest.mark.usefixtures("app_handlers")
+def test_handlers_that_cannot_be_had_are_one_line(
+    database: Path, reference: str, message: str
+) -> None:
+    result = command("work", reference, "--db", database)
+
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    [line] = result.stderr.splitlines()
+    assert line.startswith("Error: ")
+    assert re.search(message, line)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--workers", "0"),
+        ("--grace", "-1"),
+        ("--grace", "nan"),
+        ("--lease", "0"),
+        ("--lease", "inf"),
+    ],
+)
+@pytest.mark.usefixtures("app_handlers")
+def test_settings_that_cannot_work_are_one_line(database: Path, option: tuple[str, str]) -> None:
+    result = command("work", "app_handlers:HANDLERS", "--db", database, *option)
+
+    assert result.exit_code == 2
+    [line] = result.stderr.splitlines()
+    assert line.startswith(f"Error: {option[0][2:]} must be ")
+
+
+def test_a_module_that_breaks_on_import_shows_where(tmp_path: Path, database: Path) -> None:
+    (tmp_path / "broken.py").write_text("import no_such_thing\n")
+
+    done = run_process("work", "broken:HANDLERS", "--db", database, folder=tmp_path)
+
+    assert done.returncode == 2
+    assert 'broken.py", line 1' in done.stderr
+    assert done.stderr.splitlines()[-1] == "Error: module 'broken' cannot be imported"
+
+
+def test_every_command_has_help() -> None:
+    for name in ("work", "list", "show", "history", "retry", "cancel", "stats", "demo"):
+        assert name in command("--help").stdout
+        assert command(name, "--help").exit_code == 0
