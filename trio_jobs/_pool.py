@@ -120,7 +120,7 @@ class Pool:
         while True:
             self._retry_at = None
             await self._look_around()
-            if not self._is_written_elsewhere:
+            if self._runner.has_work and not self._is_written_elsewhere:
                 self._claim()
             timer = False
             while not timer:

@@ -3,7 +3,9 @@
 A job that kills its process takes all its neighbours' attempts with it. So lost rows are
 taken up gently: of those a runner has started, at most 1 + the number already proven may
 be unproven at a time (1, 2, 4, ...). Proven is a start that ended, or ran for a second.
-One that was lost the last time, too, is a suspect: it is unproven alone or not at all.
+One that was lost the last time, too, is a suspect: it is unproven alone or not at all,
+and not beside a victim that lives its last life (that of a job which ends dead if it is
+lost once more).
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ class Probation:
         self._proven = 0
         self._unproven: dict[Fence, Instant] = {}  # and since when
         self._suspect: Fence | None = None
+        self._last_lives: set[Fence] = set()
         self._is_reserved = False
         self._is_another_waiting = False
 
@@ -37,11 +40,11 @@ class Probation:
         """What may be started now."""
         for fence, since in list(self._unproven.items()):
             if not since <= now < since + PROVEN_AFTER:
-                self.ended(fence)
+                self._prove(fence)
         limit = max(0, 1 + self._proven - len(self._unproven))
         if self._suspect in self._unproven:
             limit = 0
-        return Allowance(limit, not self._unproven)
+        return Allowance(limit, not self._unproven and not self._last_lives)
 
     def reserve(self, now: Instant) -> Allowance:
         """The allowance for the next claim; nothing while another claim may take some."""
@@ -60,18 +63,27 @@ class Probation:
         self._is_reserved = False
         return is_another_waiting
 
-    def took(self, fence: Fence, now: Instant, *, is_suspect: bool) -> None:
+    def took(
+        self, fence: Fence, now: Instant, *, is_suspect: bool = False, is_last_life: bool = False
+    ) -> None:
         self._unproven[fence] = now
         if is_suspect:
             self._suspect = fence
+        if is_last_life:
+            self._last_lives.add(fence)
 
     def ended(self, fence: Fence) -> bool:
-        """True if it was on probation, which proves it."""
-        if fence not in self._unproven:
+        """True if others may start because of it."""
+        if fence not in self._unproven and fence not in self._last_lives:
             return False
+        self._last_lives.discard(fence)
+        if fence in self._unproven:
+            self._prove(fence)
+        return True
+
+    def _prove(self, fence: Fence) -> None:
         del self._unproven[fence]
         self._proven += 1
-        return True
 
     def next_proof(self) -> Instant | None:
         """When the next of them will have run for long enough."""

@@ -284,6 +284,11 @@ class Runner:
             _log.error("%s: its end could not be written in time; its lease has to end", one)
 
     @property
+    def has_work(self) -> bool:
+        """It claims, or has something in hand that may be cancelled from elsewhere."""
+        return self.may_claim or bool(self._keeper.in_hand)
+
+    @property
     def is_hurried(self) -> bool:
         """It was cancelled, not only drained: what has not started goes back."""
         return self._hurry.is_set()
@@ -308,8 +313,12 @@ class Runner:
     def takes(self, execution: Execution, job: ClaimedJob) -> None:
         self._keeper.take(execution)
         if job.taken_up:
-            now = self.clock.now()
-            self.probation.took(execution.fence, now, is_suspect=job.is_suspect)
+            self.probation.took(
+                execution.fence,
+                self.clock.now(),
+                is_suspect=job.is_suspect,
+                is_last_life=job.row.attempt >= execution.handler.kind.policy.attempts,
+            )
 
     def begins(self, execution: Execution) -> None:
         self._started += 1

@@ -1,0 +1,274 @@
+"""What the stories about runners share: instants, scripted handlers, and stores in trouble.
+
+Under `autojump_clock` virtual time starts at `EPOCH`, so a story is told in seconds from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sqlite3
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from datetime import datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import trio
+import trio._core._run as trio_run
+
+import trio_jobs
+from trio_jobs import Attempt, Handler, Job, Jobs, Kind, Runner, SqliteStore, StoreError
+from trio_jobs._bridge import Write
+from trio_jobs._model import Claim, Claimed, ClaimedJob, Row
+from trio_jobs.testing import EPOCH
+
+S = TypeVar("S", bound=SqliteStore)
+
+Does: TypeAlias = Callable[[Attempt[Any, Any]], Awaitable[Any]]
+
+STORES = ["memory", "file", "apsw"]
+
+
+def make_store(where: str, folder: Path, cls: type[S], **settings: Any) -> S:
+    """A store of some class at each of the places of the `store` fixture."""
+    if where == "memory":
+        return cls(":memory:", **settings)
+    if where == "apsw":
+        return cls(folder / "jobs.db", driver="apsw", **settings)
+    return cls(folder / "jobs.db", **settings)
+
+
+# Instants.
+
+
+def at(seconds: float) -> datetime:
+    """The instant so many seconds after virtual time started."""
+    return EPOCH + timedelta(seconds=seconds)
+
+
+def now() -> float:
+    """Seconds since virtual time started."""
+    return round(trio.current_time(), 6)
+
+
+def second(moment: datetime | None) -> float:
+    """What `at` makes of it."""
+    assert moment is not None
+    return (moment - EPOCH).total_seconds()
+
+
+def instant(seconds: float) -> int:
+    """The same as the store keeps it."""
+    return round((EPOCH.timestamp() + seconds) * 1_000_000)
+
+
+# Runners.
+
+
+@contextlib.asynccontextmanager
+async def serving(jobs: Jobs, *handlers: Handler, **settings: Any) -> AsyncIterator[Runner]:
+    """A runner for the length of a block; it is cancelled at the end."""
+    async with trio.open_nursery() as nursery:
+        runner: Runner = await nursery.start(partial(trio_jobs.serve, jobs, handlers, **settings))
+        yield runner
+        nursery.cancel_scope.cancel()
+
+
+async def finished(jobs: Jobs, *of: Job[Any], within: float = 400 * 86_400) -> list[Job[Any]]:
+    """Wait until all have ended; a job that is stuck fails the test instead of hanging it."""
+    with trio.fail_after(within):
+        return [await jobs.wait_finished(job) for job in of]
+
+
+async def eventually(condition: Callable[[], object], within: float = 30) -> None:
+    """Wait for what threads or a runner bring about, and nobody tells."""
+    with trio.fail_after(within):
+        while not condition():  # noqa: ASYNC110 - there is no event to wait for
+            await trio.sleep(0.005)
+
+
+class Script:
+    """A handler that does one thing after another, and notes when it was started.
+
+    Each start takes the next of `steps`, and the last one again and again: an exception is
+    raised, a function is called with the attempt, anything else is returned.
+    """
+
+    def __init__(self, *steps: object) -> None:
+        self.steps = list(steps)
+        self.starts: list[float] = []
+        self.numbers: list[int] = []
+
+    async def __call__(self, attempt: Attempt[Any, Any]) -> Any:
+        step = self.steps[min(len(self.starts), len(self.steps) - 1)]
+        self.starts.append(now())
+        self.numbers.append(attempt.number)
+        await trio.lowlevel.checkpoint()
+        if isinstance(step, BaseException):
+            raise step
+        return await step(attempt) if callable(step) else step
+
+
+def sleeps(seconds: float, value: object = None) -> Does:
+    """A step that takes its time."""
+
+    async def step(attempt: Attempt[Any, Any]) -> Any:
+        await trio.sleep(seconds)
+        return value
+
+    return step
+
+
+def stubborn(seconds: float, value: object = None) -> Does:
+    """A step that cannot be cancelled for so long."""
+
+    async def step(attempt: Attempt[Any, Any]) -> Any:
+        with trio.CancelScope(shield=True):
+            await trio.sleep(seconds)
+        return value
+
+    return step
+
+
+async def forever(attempt: Attempt[Any, Any]) -> None:
+    """A step that only a cancellation ends."""
+    await trio.sleep_forever()
+
+
+# Looking at rows.
+
+
+async def row_of(jobs: Jobs, job: Job[Any] | int) -> Row:
+    id = job if isinstance(job, int) else job.id
+    row = await jobs._bridge.read(lambda store: store.get(id))
+    assert row is not None
+    return row
+
+
+async def outcomes(jobs: Jobs, job: Job[Any]) -> list[str]:
+    return [past.outcome for past in await jobs.history(job)]
+
+
+def assert_no_transaction_is_open(store: SqliteStore) -> None:
+    """Another connection gets the write lock at once."""
+    if store.inline:
+        assert store._writer is not None
+        assert not store._writer.in_transaction
+    elif store._driver == "sqlite3":
+        other = sqlite3.connect(store._real_path, timeout=0, isolation_level=None)
+        try:
+            other.execute("BEGIN IMMEDIATE")
+            other.execute("ROLLBACK")
+        finally:
+            other.close()
+    else:
+        import apsw
+
+        another = apsw.Connection(store._real_path)
+        try:
+            another.execute("BEGIN IMMEDIATE")
+            another.execute("ROLLBACK")
+        finally:
+            another.close()
+
+
+# Runners that died, and stores in trouble.
+
+
+async def abandon(
+    jobs: Jobs,
+    *kinds: Kind[Any, Any],
+    limit: int = 1000,
+    lost_limit: int = 0,
+    lease: float = 0.0,
+) -> list[ClaimedJob]:
+    """Claim what is due as a runner does, and then be gone: the rows are lost after `lease`."""
+    here = jobs._clock.now()
+    claim = Claim(
+        policies={kind.name: kind.policy for kind in kinds},
+        limit=limit,
+        lost_limit=lost_limit,
+        now=here,
+        lease_now=here,
+        lease_until=here + round(lease * 1_000_000),
+    )
+    write = Write("claim", claim)
+    jobs._bridge.submit(write)
+    claimed: Claimed = await jobs._bridge.outcome_of(write)
+    return claimed.jobs
+
+
+class Trouble(SqliteStore):
+    """A store that fails when it is told to.
+
+    `rule` is asked at every step of every transaction ("begin", the verbs, "commit",
+    "committed") and before every reading verb; what it returns is raised. An error after
+    "committed" is a commit that took place and could not be told from one that did not.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.rule: Callable[[str], StoreError | None] = lambda step: None
+
+    def _meet(self, step: str) -> None:
+        error = self.rule(step)
+        if error is not None:
+            raise error
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        self._meet("begin")
+        with super().transaction():
+            yield
+            self._meet("commit")
+        self._meet("committed")
+
+    def add(self, jobs: Sequence[Any]) -> Any:
+        self._meet("add")
+        return super().add(jobs)
+
+    def apply(self, changes: Sequence[Any]) -> Any:
+        self._meet("apply")
+        return super().apply(changes)
+
+    def renew(self, fences: Sequence[Any], until: int) -> Any:
+        self._meet("renew")
+        return super().renew(fences, until)
+
+    def claim(self, claim: Any) -> Any:
+        self._meet("claim")
+        return super().claim(claim)
+
+    def get(self, id: int) -> Row | None:
+        self._meet("get")
+        return super().get(id)
+
+    def queued_kinds(self) -> set[str]:
+        self._meet("queued_kinds")
+        return super().queued_kinds()
+
+
+def unknown(text: str = "disk I/O error; the outcome is unknown") -> StoreError:
+    """What a store raises that cannot find out whether its commit took place."""
+    error = StoreError(text)
+    error.is_outcome_unknown = True
+    return error
+
+
+# Chance.
+
+
+@contextlib.contextmanager
+def scheduling(seed: int) -> Iterator[random.Random]:
+    """Trio runs tasks in an order that depends on the seed alone; gives a generator of it."""
+    assert isinstance(trio_run._r, random.Random)
+    assert isinstance(trio_run._ALLOW_DETERMINISTIC_SCHEDULING, bool)
+    before = trio_run._r.getstate(), trio_run._ALLOW_DETERMINISTIC_SCHEDULING
+    trio_run._r.seed(seed)
+    vars(trio_run)["_ALLOW_DETERMINISTIC_SCHEDULING"] = True
+    try:
+        yield random.Random(seed)
+    finally:
+        trio_run._r.setstate(before[0])
+        vars(trio_run)["_ALLOW_DETERMINISTIC_SCHEDULING"] = before[1]
