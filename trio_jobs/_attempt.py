@@ -26,6 +26,7 @@ from ._errors import LeaseLost, PayloadError, StoreError
 from ._kinds import Handler, Kind
 from ._lifecycle import End
 from ._model import Change, ClaimedJob, Failure, Fence, Instant, Refused, Row, State
+from ._retry import FIRST_REPEAT, LONGEST_REPEAT
 
 if TYPE_CHECKING:
     from ._jobs import Jobs
@@ -37,10 +38,6 @@ _log = logging.getLogger("trio_jobs")
 
 # Timeouts and deadlines act strictly after their instant: an end at it counts.
 STRICTLY_AFTER: Final = 1_000
-
-FIRST_REPEAT: Final = 0.05
-LONGEST_REPEAT: Final = 2.0
-"""Seconds between two tries of a write that the store refused."""
 
 _INTERNAL_ERROR: Final = "internal error"
 

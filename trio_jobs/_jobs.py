@@ -200,6 +200,7 @@ async def open_jobs(
         if not jobs._bridge.is_inherited:
             leave_hub(identity, listener)
         await jobs._bridge.close()
+        jobs._written_elsewhere()  # so that who still waits looks, and is told it is closed
 
 
 class Jobs:
@@ -341,7 +342,7 @@ class Jobs:
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
             raise ValueError(f"limit must be a whole number from 0 on, not {limit!r}")
         start = 0 if after is None else _checked_id(after)
-        name = kind.name if isinstance(kind, Kind) else kind
+        name = _name_of(kind)
         codec = kind.result_codec if isinstance(kind, Kind) else None
         rows = await self._bridge.read(
             lambda store: store.find(
@@ -360,7 +361,7 @@ class Jobs:
 
     async def counts(self, *, kind: Kind[Any, Any] | str | None = None) -> dict[State, int]:
         """How many jobs are in each of the six states."""
-        name = kind.name if isinstance(kind, Kind) else kind
+        name = _name_of(kind)
         counts = await self._bridge.read(lambda store: store.counts(name))
         return {state: counts.get(state, 0) for state in State}
 
@@ -435,7 +436,7 @@ class Jobs:
             if refused is None:
                 return Job(change.after, _codec_for(id, None))
             now = _existing(refused.row, row.id)
-            if (now.state, now.claims) == (row.state, row.claims):
+            if _guard(now) == _guard(row):
                 raise StateError(f"job {row.id} ({row.kind}): a live job has its key")
             row = now
 
@@ -513,11 +514,23 @@ def _checked_id(id: int | Job[Any]) -> int:
     return max(min(number, _MAX_ID), -1)
 
 
+def _name_of(kind: Kind[Any, Any] | str | None) -> str | None:
+    if isinstance(kind, Kind):
+        return kind.name
+    if kind is not None and not isinstance(kind, str):
+        raise TypeError(f"kind must be a Kind or its name, not {type(kind).__name__}")
+    return None if kind is None else storable(kind, "kind")
+
+
 def _codec_for(job_or_id: int | Job[Any], kind: Kind[Any, Any] | None) -> Codec | None:
     if kind is not None:
         codec: Codec = kind.result_codec
         return codec
     return job_or_id._result_codec if isinstance(job_or_id, Job) else None
+
+
+def _guard(row: Row) -> tuple[object, ...]:
+    return (row.state, row.claims, row.cancel_requested)
 
 
 def _existing(row: Row | None, id: int) -> Row:

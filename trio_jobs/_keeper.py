@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import trio
 
-from ._attempt import FIRST_REPEAT, LONGEST_REPEAT, Execution, Stop
+from ._attempt import Execution, Stop
 from ._bridge import Bridge
 from ._clock import MICROSECONDS, Alarm, Clock
 from ._errors import StoreError
 from ._model import Fence, Instant
+from ._retry import FIRST_REPEAT, LONGEST_REPEAT
 
 _log = logging.getLogger("trio_jobs")
 

@@ -15,7 +15,8 @@ import outcome
 import trio
 
 from . import _lifecycle
-from ._attempt import FIRST_REPEAT, LONGEST_REPEAT, Execution, Stop
+from ._agenda import Agenda
+from ._attempt import Execution, Stop
 from ._bridge import Write
 from ._clock import Alarm, microseconds
 from ._errors import StoreError
@@ -45,18 +46,8 @@ class Pool:
         self._idle: list[trio.lowlevel.Task] = []
         self._context = contextvars.copy_context()
         self._alarm = Alarm(runner.clock, runner.poll)
-        self._is_hungry = True
-        """There may be due rows nobody told us are not."""
-        self._next_due: Instant | None = None
-        self._next_deadline: Instant | None = None
-        # What was heard since the claim under way was formed: its answer may not know of it.
-        self._heard_due: Instant | None = None
-        self._heard_deadline: Instant | None = None
-        self._is_lost_waiting = False
+        self._agenda = Agenda()
         self._claim_under_way: Write | None = None
-        self._retry_at: Instant | None = None
-        self._repeat = FIRST_REPEAT
-        self._is_written_elsewhere = False
 
     # What the runner tells it.
 
@@ -70,30 +61,26 @@ class Pool:
     def heard(self, row: Row) -> None:
         """A queued row was committed in this process."""
         if row.deadline is not None:
-            self._next_deadline = _earliest(self._next_deadline, row.deadline)
-            self._heard_deadline = _earliest(self._heard_deadline, row.deadline)
+            self._agenda.heard_deadline(row.deadline)
             self._alarm.bring_forward(row.deadline)
         if row.kind in self._handlers:
-            self._next_due = _earliest(self._next_due, row.run_at)
-            self._heard_due = _earliest(self._heard_due, row.run_at)
-            if row.run_at <= self._runner.decision_now():
-                self._is_hungry = True
-                self._claim_if_useful()
-            elif self._room > 0:
+            self._agenda.heard_due(row, self._runner.decision_now())
+            self._claim_if_useful()
+            if self._room > 0:
                 self._alarm.bring_forward(row.run_at)
 
     def heard_of_writing_elsewhere(self) -> None:
-        self._is_written_elsewhere = True
+        self._agenda.is_written_elsewhere = True
         self._alarm.ring()
 
     def wake(self) -> None:
         """Look at the store at once."""
-        self._is_hungry = True
+        self._agenda.is_hungry = True
         self._alarm.ring()
 
     def lost_jobs_may_start(self) -> None:
         """More of them than before."""
-        if self._is_lost_waiting:
+        if self._agenda.is_lost_waiting:
             self.wake()
 
     def hand_back_waiting(self, keep: int = 0) -> None:
@@ -118,64 +105,51 @@ class Pool:
     async def poll(self) -> None:
         """Claim when a due time or deadline has come, and once a `poll` on a real clock."""
         while True:
-            self._retry_at = None
             await self._look_around()
-            if self._runner.has_work and not self._is_written_elsewhere:
+            if self._runner.has_work and not self._agenda.is_written_elsewhere:
                 self._claim()
-            timer = False
-            while not timer:
-                if self._is_hungry:
-                    self._claim_if_useful()
-                timer = await self._alarm.wait(self._next_instant())
-                timer = timer or self._is_written_elsewhere
+            is_time = False
+            while not is_time:
+                self._claim_if_useful()
+                is_time = await self._alarm.wait(self._next_instant())
+                is_time = is_time or self._agenda.is_written_elsewhere
 
     async def _look_around(self) -> None:
         """See what no claim shows: unknown kinds, and whether another's transaction is over."""
         try:
             if self._runner.looks_for_unhandled(self):
                 self._runner.meet(await self._bridge.read(lambda store: store.queued_kinds()))
-            if self._is_written_elsewhere:
-                self._is_written_elsewhere = False
+            if self._agenda.is_written_elsewhere:
+                self._agenda.is_written_elsewhere = False
                 if not await self._bridge.read(lambda store: store.is_unlocked()):
-                    self._is_written_elsewhere = True
+                    self._agenda.is_written_elsewhere = True
         except StoreError as error:
             self._runner.met_trouble(error, "the store could not be read")
 
     def _next_instant(self) -> Instant | None:
-        """When there is something to do, if nobody rings before."""
         if self.is_claiming or not self._runner.may_claim:
             return None
-        if self._retry_at is not None:
-            return self._retry_at
-        instants: list[Instant | None] = []
-        if self._runner.once is None:
-            instants.append(self._next_deadline)
-            # While no worker is free a due time is no reason to wake: it would be for ever.
-            if self._room > 0:
-                instants.append(self._next_due)
-        if self._room > 0 and self._is_lost_waiting:
-            instants.append(self._runner.probation.next_proof())
-        if self._is_written_elsewhere:
-            instants.append(self._clock.now() + microseconds(self._runner.poll))
-        return _earliest(*instants)
+        if self._runner.once is not None:
+            return self._runner.probation.next_proof() if self._agenda.is_lost_waiting else None
+        return self._agenda.next_instant(
+            has_room=self._room > 0,
+            next_proof=self._runner.probation.next_proof(),
+            next_look=self._clock.now() + microseconds(self._runner.poll),
+        )
 
     # Claiming. No await in here: a claim is submitted, and `_claimed` is called.
 
     def _claim_if_useful(self) -> None:
-        if self._wants_more():
+        if self._wants_claim():
             self._claim()
 
-    def _wants_more(self) -> bool:
+    def _wants_claim(self) -> bool:
         return (
             self._room > 0
-            and (self._is_hungry or self._is_due())
             and not self.is_claiming
             and self._runner.may_claim
-            and self._retry_at is None
+            and self._agenda.wants_claim(self._runner.decision_now())
         )
-
-    def _is_due(self) -> bool:
-        return self._next_due is not None and self._next_due <= self._runner.decision_now()
 
     def _claim(self) -> None:
         if not self.is_claiming:
@@ -189,8 +163,7 @@ class Pool:
         # Called when its batch is formed: the room is that of the last moment, and so are
         # the instants, from which the leases count.
         def claim() -> Claim:
-            self._is_hungry = False
-            self._heard_due = self._heard_deadline = None
+            self._agenda.claim_was_formed()
             now = self._clock.now()
             once = self._runner.once
             # While the runner stops it takes nothing, but still hears of cancel requests.
@@ -216,7 +189,6 @@ class Pool:
     def _claimed(self, write: Write, allowance: Allowance, result: outcome.Outcome[Any]) -> None:
         self.is_claiming = False
         self._claim_under_way = None
-        self._retry_at = None
         if self._runner.is_over:
             if isinstance(result, outcome.Value):
                 self._give_back(result.value)
@@ -227,7 +199,7 @@ class Pool:
             self._refused(result.error)
         if self._runner.probation.release(allowance):
             self._runner.lost_jobs_may_start()
-        elif self._is_lost_waiting and self._is_outdated(allowance, result):
+        elif self._agenda.is_lost_waiting and self._is_outdated(allowance, result):
             self.wake()
         self._runner.progress()
         self._alarm.ring()
@@ -257,16 +229,13 @@ class Pool:
             self._bridge.submit(Write("apply", changes))
 
     def _refused(self, error: BaseException) -> None:
-        self._is_hungry = True
         if isinstance(error, StoreError):
-            self._retry_at = _lifecycle.later(self._clock.now(), microseconds(self._repeat))
-            self._repeat = min(2 * self._repeat, LONGEST_REPEAT)
+            self._agenda.claim_was_refused(self._clock.now())
             self._runner.met_trouble(error, "due jobs could not be claimed")
         else:
             self._runner.fail(error)
 
     def _take(self, claim: Claim, claimed: Claimed) -> None:
-        self._repeat = FIRST_REPEAT
         self._room -= len(claimed.jobs)
         for job in claimed.jobs:
             execution = Execution(
@@ -282,14 +251,7 @@ class Pool:
             self._runner.takes(execution, job)
             self._ready.append(execution)
         self._runner.claim_answered(claimed)
-        self._is_hungry = self._is_hungry or claimed.more
-        self._is_lost_waiting = claimed.lost_waiting
-        self._next_deadline = _earliest(claimed.next_deadline, self._heard_deadline)
-        # What is due and was not taken (a lost row that has to wait) is no reason to wake.
-        is_idle = not claimed.jobs and not claimed.more
-        due = claimed.next_due
-        due = None if due is not None and due <= claim.now and is_idle else due
-        self._next_due = _earliest(due, self._heard_due)
+        self._agenda.claim_was_answered(claim, claimed)
         self.is_exhausted = claim.limit > 0 and not claimed.more and not claimed.lost_waiting
         if self._runner.is_hurried:
             self.hand_back_waiting()
@@ -327,11 +289,11 @@ class Pool:
 
     def _make_room(self) -> None:
         self._room += 1
-        if self._next_due is not None:  # while there was no room it was no reason to wake
-            self._alarm.bring_forward(self._next_due)
+        if self._agenda.next_due is not None:  # without room it was no reason to wake
+            self._alarm.bring_forward(self._agenda.next_due)
 
     def _submit_with_claim(self, end: Write) -> None:
-        if self._wants_more():
+        if self._wants_claim():
             self._bridge.submit(end, self._new_claim())
         else:
             self._bridge.submit(end)
@@ -352,7 +314,3 @@ class Pool:
 
         next_one: Execution = await trio.lowlevel.wait_task_rescheduled(abort)
         return next_one
-
-
-def _earliest(*instants: Instant | None) -> Instant | None:
-    return min((instant for instant in instants if instant is not None), default=None)

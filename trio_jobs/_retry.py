@@ -19,6 +19,10 @@ DAY: Final = 86_400.0
 MAX_WAIT: Final = 365 * DAY
 """No backoff is longer, whatever a callable returns: seconds."""
 
+FIRST_REPEAT: Final = 0.05
+LONGEST_REPEAT: Final = 2.0
+"""Seconds between two tries of a call that the store refused; doubled each time."""
+
 _log = logging.getLogger("trio_jobs")
 
 

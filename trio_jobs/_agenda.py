@@ -1,0 +1,93 @@
+"""What a pool knows of the store without asking: whether to claim now, and when to look next.
+
+Pure bookkeeping. It is told what was heard and what claims answered; it never claims,
+sleeps or reads a clock.
+"""
+
+from __future__ import annotations
+
+from ._clock import microseconds
+from ._model import Claim, Claimed, Instant, Row
+from ._retry import FIRST_REPEAT, LONGEST_REPEAT
+
+
+class Agenda:
+    """The due times, deadlines and hints of one pool."""
+
+    def __init__(self) -> None:
+        self.is_hungry = True
+        """There may be due rows that no claim has seen."""
+        self.is_lost_waiting = False
+        """The last claim left lost rows, which have to wait for others to be proven."""
+        self.is_written_elsewhere = False
+        """An application's own transaction has enqueued, and may not be over yet."""
+        self._due: Instant | None = None
+        self._deadline: Instant | None = None
+        # What was heard since the claim under way was formed: its answer may not know of it.
+        self._heard_due: Instant | None = None
+        self._heard_deadline: Instant | None = None
+        self._repeat_at: Instant | None = None
+        self._repeat = FIRST_REPEAT
+
+    def heard_due(self, row: Row, now: Instant) -> None:
+        """A served row was queued."""
+        self._due = earliest(self._due, row.run_at)
+        self._heard_due = earliest(self._heard_due, row.run_at)
+        self.is_hungry = self.is_hungry or row.run_at <= now
+
+    def heard_deadline(self, deadline: Instant) -> None:
+        """A row of any kind was queued with a deadline."""
+        self._deadline = earliest(self._deadline, deadline)
+        self._heard_deadline = earliest(self._heard_deadline, deadline)
+
+    def claim_was_formed(self) -> None:
+        """Whatever was heard until now, it will see."""
+        self.is_hungry = False
+        self._heard_due = self._heard_deadline = None
+
+    def claim_was_answered(self, claim: Claim, claimed: Claimed) -> None:
+        self._repeat, self._repeat_at = FIRST_REPEAT, None
+        self.is_hungry = self.is_hungry or claimed.more
+        self.is_lost_waiting = claimed.lost_waiting
+        self._deadline = earliest(claimed.next_deadline, self._heard_deadline)
+        due = claimed.next_due
+        if not claimed.jobs and not claimed.more and due is not None and due <= claim.now:
+            due = None  # due and not taken, as a lost row that has to wait: no reason to wake
+        self._due = earliest(due, self._heard_due)
+
+    def claim_was_refused(self, now: Instant) -> None:
+        """The store failed; leave it alone for a while, longer each time."""
+        self.is_hungry = True
+        self._repeat_at = now + microseconds(self._repeat)
+        self._repeat = min(2 * self._repeat, LONGEST_REPEAT)
+
+    def wants_claim(self, now: Instant) -> bool:
+        """A claim may find something, if there is room for it."""
+        if self.is_written_elsewhere or (self._repeat_at is not None and now < self._repeat_at):
+            return False
+        return self.is_hungry or (self._due is not None and self._due <= now)
+
+    @property
+    def next_due(self) -> Instant | None:
+        return self._due
+
+    def next_instant(
+        self, *, has_room: bool, next_proof: Instant | None, next_look: Instant
+    ) -> Instant | None:
+        """When there is something to do if nobody rings before; None: never.
+
+        `next_look` is when to see again whether another's transaction is over.
+        """
+        if self.is_written_elsewhere:
+            return next_look
+        if self._repeat_at is not None:
+            return self._repeat_at
+        # While no worker is free a due time is no reason to wake: it would be one for ever.
+        due = self._due if has_room else None
+        proof = next_proof if has_room and self.is_lost_waiting else None
+        return earliest(self._deadline, due, proof)
+
+
+def earliest(*instants: Instant | None) -> Instant | None:
+    """The first of those that there are."""
+    return min((instant for instant in instants if instant is not None), default=None)
