@@ -68,26 +68,31 @@ class Sqlite3Connection:
     version: tuple[int, ...] = sqlite3.sqlite_version_info
 
     def __init__(self, connection: sqlite3.Connection) -> None:
-        self.native = connection
+        self._connection = connection
+        try:
+            # The one cursor there is: a connection remembers all that were made. Whatever class
+            # and row factory the application gave its connection, this one has none of them.
+            self._cursor = sqlite3.Connection.cursor(connection)
+        except sqlite3.Error as error:
+            raise _sqlite3_error(error) from error
+        self._cursor.row_factory = None
 
     @property
     def in_transaction(self) -> bool:
-        return self.native.in_transaction
+        return self._connection.in_transaction
 
     @property
     def total_changes(self) -> int:
-        return self.native.total_changes
+        return self._connection.total_changes
 
     def execute(self, sql: str, values: Values = ()) -> list[Record]:
         try:
-            # Made like this it has no row factory, whatever the application's connection has.
-            cursor = sqlite3.Cursor(self.native)
-            return cursor.execute(sql, values).fetchall()
+            return self._cursor.execute(sql, values).fetchall()
         except sqlite3.Error as error:
             raise _sqlite3_error(error) from error
 
     def close(self) -> None:
-        self.native.close()
+        self._connection.close()
 
 
 class ApswConnection:
@@ -97,28 +102,30 @@ class ApswConnection:
         import apsw
 
         self.version: tuple[int, ...] = tuple(map(int, apsw.sqlite_lib_version().split(".")))
-        self.native = connection
-        self._cursor = apsw.Cursor
         self._error = apsw.Error
+        self._connection = connection
+        try:
+            self._cursor = apsw.Cursor(connection)
+        except apsw.Error as error:
+            raise _apsw_error(error) from error
+        self._cursor.exec_trace = self._cursor.row_trace = None  # not even the application's
 
     @property
     def in_transaction(self) -> bool:
-        return self.native.in_transaction
+        return self._connection.in_transaction
 
     @property
     def total_changes(self) -> int:
-        return self.native.total_changes()
+        return self._connection.total_changes()
 
     def execute(self, sql: str, values: Values = ()) -> list[Record]:
         try:
-            cursor = self._cursor(self.native)
-            cursor.exec_trace = cursor.row_trace = None  # not even the application's
-            return cursor.execute(sql, values).fetchall()
+            return self._cursor.execute(sql, values).fetchall()
         except self._error as error:
             raise _apsw_error(error) from error
 
     def close(self) -> None:
-        self.native.close()
+        self._connection.close()
 
 
 def connect_sqlite3(path: str) -> Connection:
@@ -275,36 +282,39 @@ def _install_hook() -> None:
         sys.addaudithook(_audit)  # for ever: there is no way to remove one
 
 
-def _audit(event: str, args: tuple[object, ...]) -> None:
+def _audit(event: str, args: tuple[Any, ...]) -> None:
     if event != "sqlite3.connect" or not _open:
         return
-    file = file_of(_connect_path(args[0]))
+    try:
+        path = os.fsdecode(args[0])
+        # Whether `uri=True` was given is not told. A file really called "file:..." is rare.
+        if path.startswith("file:"):
+            path = urllib.parse.unquote(urllib.parse.urlsplit(path).path)
+    except Exception:
+        return  # sqlite3 itself says what is wrong with it
+    file = file_of(path)
     if file is not None and "apsw" in _open.get(file, ()):
         raise permanent(_mixed("sqlite3"))
 
 
-def _connect_path(database: object) -> str | None:
-    # Whether `uri=True` was given is not told. A file really called "file:..." is rare.
-    try:
-        path = os.fsdecode(database)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return None
-    if path.startswith("file:"):
-        return urllib.parse.unquote(urllib.parse.urlsplit(path).path)
-    return path
-
-
 def _after_fork_in_child() -> None:
-    # Closing an inherited connection, also at the interpreter's end, hangs if a thread of the
-    # parent was inside it at the fork, and touches a log that is the parent's. So it stays open
-    # for ever. A new connection to the same file would take the inherited locks for its own:
-    # measured, the parent's close then deletes the log under it and a commit is lost.
+    # A new connection to a file that was open at the fork would take the inherited locks for
+    # its own: measured, the parent's close then deletes the log under it and a commit is lost.
     global _lock
     _lock = threading.Lock()
     _inherited.update(_open)
     _open.clear()
+    # Closing an inherited connection touches what is the parent's, and hangs if a thread of the
+    # parent was inside SQLite at the fork. So it is never closed, not even at the end of the
+    # interpreter, when apsw's module would close all there are.
     for connection in _connections:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection.native))
+        _keep_for_ever(connection)
+        if isinstance(connection, ApswConnection):
+            _keep_for_ever(sys.modules["apsw"])
+
+
+def _keep_for_ever(thing: object) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 if hasattr(os, "register_at_fork"):
