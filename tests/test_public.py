@@ -114,10 +114,12 @@ FIELDS: dict[type, list[str]] = {
 LAYERS = [
     {"_errors", "_checks"},
     {"_model", "_codec", "_retry"},
-    {"_lifecycle", "_store", "_kinds", "_drivers"},
-    {"_clock", "_hub", "sqlite"},
-    {"_bridge"},
-    {"_probation", "_jobs"},
+    {"_lifecycle", "_store", "_kinds", "_drivers", "_schema"},
+    {"_clock", "_hub", "_rows"},
+    {"_writes", "_agenda", "_probation"},
+    {"_bridge", "_claims"},
+    {"sqlite"},
+    {"_jobs"},
     {"_attempt"},
     {"_keeper"},
     {"_pool"},
@@ -433,7 +435,8 @@ def test_only_the_lifecycle_assigns_a_state(module: str) -> None:
     allowed = {
         "_lifecycle": {"to"},
         # A row as it is read, and one that is new: queued. The claim goes by the table.
-        "sqlite": {"_STATES[record[1]]", "State.QUEUED"},
+        "_rows": {"STATES[record[1]]"},
+        "_writes": {"State.QUEUED"},
     }.get(module, set())
     if module in ("_demo", "__main__"):
         return  # they ask: `find(state=...)`

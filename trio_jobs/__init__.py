@@ -4,11 +4,13 @@
 #
 # What an application writes down (inert): _kinds, with _codec for typed values <-> bytes.
 # Every decision, pure: _lifecycle, on the values of _model.
-# Where rows are kept: the seam _store, and sqlite (with _drivers) behind it.
+# Where rows are kept: the seam _store, and sqlite behind it, with _schema, _rows, _writes,
+# _claims for the SQL and _drivers for the two drivers.
 # Off the Trio thread and back, time, and who is woken: _bridge, _clock, _hub.
 # What callers use: _jobs. What runs handlers: _runner, with _pool (poller and workers) and
 # its _agenda, _keeper (leases and limits), _probation (lost jobs); _attempt is one start.
-# The command: __main__, with _work, _display and the example, _demo. Settings: _checks, _retry.
+# The command: __main__, with _work, _display and the example, _demo.
+# Settings: _checks, _retry.
 
 from ._attempt import Attempt as Attempt, Fail as Fail, RetryLater as RetryLater
 from ._errors import (

@@ -1,0 +1,273 @@
+"""The SQL of a claim, the one place that decides who gets a row.
+
+A claim over many kinds is one seek in an index for each, never a walk over rows of others or
+of the future.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import msgspec
+
+from . import _lifecycle
+from ._drivers import Connection, Record, Value, Values
+from ._model import Change, Claim, Claimed, ClaimedJob, Instant, Row, State
+from ._rows import MAX_INTEGER, NUMBERS, ROW, array, as_json, row_of
+from ._writes import write
+
+_MAX_EXPIRED: Final = 500
+_MAX_PROMOTED: Final = 1000
+"""Rows of a kind that one claim may find due: it must be short."""
+
+_EXPIRED: Final = f"""
+SELECT {ROW}
+FROM trio_jobs_job INDEXED BY trio_jobs_deadline
+WHERE deadline IS NOT NULL AND state < 2 AND deadline <= :now
+ORDER BY deadline LIMIT {_MAX_EXPIRED}
+"""
+
+_LOST: Final = f"""
+SELECT {ROW}
+FROM trio_jobs_job INDEXED BY trio_jobs_lease
+WHERE state = 2 AND lease_until <= :lease_now
+    AND (kind IN (SELECT value FROM json_each(:kinds)) OR cancel_requested OR deadline <= :now)
+    AND id NOT IN (SELECT value FROM json_each(:held))
+"""
+
+_DUE_SCHEDULED: Final = f"""
+SELECT '[' || ifnull(group_concat((
+    SELECT json_group_array(id) FROM (
+        SELECT id FROM trio_jobs_job INDEXED BY trio_jobs_scheduled
+        WHERE state = 1 AND kind = served.value AND run_at <= :due_by AND id < :below
+        ORDER BY run_at LIMIT {_MAX_PROMOTED}
+    )
+)), '') || ']'
+FROM json_each(:kinds) AS served
+"""
+
+_PROMOTE: Final = """
+INSERT INTO trio_jobs_job (id) SELECT value FROM json_each(?) WHERE true
+ON CONFLICT (id) DO UPDATE SET state = 0
+"""
+
+# A sum as limit, because for a parameter alone new versions prepare the statement every time.
+_DUE: Final = """
+SELECT '[' || ifnull(group_concat((
+    SELECT json_group_array(json_array(-priority, run_at, id)) FROM (
+        SELECT priority, run_at, id FROM trio_jobs_job INDEXED BY trio_jobs_ready
+        WHERE state = 0 AND kind = served.value AND id < :below
+            AND (run_at <= :due_by OR run_at <= enqueued_at)
+            AND (deadline IS NULL OR deadline > :now)
+            AND id NOT IN (SELECT value FROM json_each(:held))
+        ORDER BY priority DESC, run_at, id LIMIT :limit + 0
+    )
+)), '') || ']'
+FROM json_each(:kinds) AS served
+"""
+
+_TAKE: Final = """
+INSERT INTO trio_jobs_job (id) SELECT value FROM json_each(:ids) WHERE true
+ON CONFLICT (id) DO UPDATE SET
+    state = 2, attempt = attempt + 1, claims = claims + 1,
+    lease_until = :lease_until, started_at = :now
+"""
+
+# The next row of a served kind that is scheduled, the next end of a lease that a claim would
+# look at, the next deadline.
+_NEXT: Final = """
+SELECT
+    (
+        SELECT min((
+            SELECT run_at FROM trio_jobs_job INDEXED BY trio_jobs_scheduled
+            WHERE state = 1 AND kind = served.value AND id < :below
+                AND id NOT IN (SELECT value FROM json_each(:held))
+            ORDER BY run_at LIMIT 1
+        ))
+        FROM json_each(:kinds) AS served
+    ),
+    (
+        SELECT min(
+            CASE WHEN cancel_requested OR kind IN (SELECT value FROM json_each(:kinds))
+            THEN lease_until ELSE max(lease_until, deadline) END
+        )
+        FROM trio_jobs_job INDEXED BY trio_jobs_lease
+        WHERE state = 2 AND id NOT IN (SELECT value FROM json_each(:held))
+    ),
+    (
+        SELECT min(deadline) FROM trio_jobs_job INDEXED BY trio_jobs_deadline
+        WHERE deadline IS NOT NULL AND state < 2
+    )
+"""
+
+# Only asked for when every due row was taken: then few are left, after a clock stepped back.
+_NEXT_READY: Final = """
+SELECT min((
+    SELECT min(run_at) FROM trio_jobs_job INDEXED BY trio_jobs_ready
+    WHERE state = 0 AND kind = served.value AND run_at > max(:now, enqueued_at)
+        AND id < :below AND id NOT IN (SELECT value FROM json_each(:held))
+))
+FROM json_each(:kinds) AS served
+"""
+
+_CANCELLED: Final = """
+SELECT json_group_array(json_array(id, claims))
+FROM trio_jobs_job INDEXED BY trio_jobs_cancel WHERE state = 2 AND cancel_requested = 1
+"""
+
+
+def claim_rows(connection: Connection, claim: Claim) -> Claimed:
+    # What any of the statements asks for; each takes what it names.
+    values: dict[str, Value] = {
+        "kinds": as_json(list(claim.policies)),
+        "held": as_json(list(claim.held)),
+        "now": claim.now,
+        "lease_now": claim.lease_now,
+        "lease_until": claim.lease_until,
+        "due_by": claim.now if claim.due_by is None else claim.due_by,
+        "below": MAX_INTEGER if claim.below is None else claim.below,
+        "limit": claim.limit + 1,  # the one more tells whether there are more
+    }
+    settled = _expired(connection, claim, values)
+    ended, retryable = _lost(connection, claim, values)
+    lost = {change.after.id: change for change in _gently(retryable, claim)}
+    due, is_all = _due(connection, values)
+    due = sorted([*due, *(_place(change.after) for change in lost.values())])
+    taken = [id for _, _, id in due[: claim.limit]]
+    left = due[claim.limit :]
+    settled += [*ended, *(lost[id] for id in taken if id in lost)]
+    write(connection, settled)
+    found: dict[int, tuple[Row, bytes]] = {}
+    if taken:
+        found = _with_payloads(connection, taken)
+        connection.execute(_TAKE, values | {"ids": as_json(taken)})
+    values["held"] = as_json([*claim.held, *taken])
+    next_due, next_deadline = _next(connection, values, left)
+    return Claimed(
+        jobs=[
+            ClaimedJob(
+                row=_lifecycle.claimed(was, claim.now, claim.lease_until),
+                was=was,
+                payload=payload,
+                taken_up=was.id in lost,
+                is_suspect=was.id in lost and _lifecycle.is_suspect(lost[was.id].before),
+            )
+            for was, payload in (found[id] for id in taken)
+        ],
+        settled=settled,
+        lost_waiting=len(retryable) > len(lost),
+        more=bool(left) or not is_all,
+        next_due=next_due,
+        next_deadline=next_deadline,
+        cancelled=[(id, claims) for id, claims in array(connection, _CANCELLED)],
+    )
+
+
+def _expired(connection: Connection, claim: Claim, values: Values) -> list[Change]:
+    rows = [row_of(record) for record in connection.execute(_EXPIRED, values)]
+    changes = [_lifecycle.expired(row, claim.now) for row in rows]
+    return [change for change in changes if change is not None]
+
+
+def _lost(
+    connection: Connection, claim: Claim, values: Values
+) -> tuple[list[Change], list[Change]]:
+    """The lost rows that end, whatever their kind; and those that may start again, in order."""
+    ended: list[Change] = []
+    retryable: list[Change] = []
+    for record in connection.execute(_LOST, values):
+        row = row_of(record)
+        policy = claim.policies.get(row.kind)
+        if policy is None:
+            change = _lifecycle.expired(row, claim.now, claim.lease_now)
+        else:
+            change = _lifecycle.lost(row, policy, claim.now)
+        if change is None:
+            continue
+        if change.after.state is not State.QUEUED:
+            ended.append(change)
+        elif claim.below is None or row.id < claim.below:
+            retryable.append(change)
+    retryable.sort(key=lambda change: _place(change.after))
+    return ended, retryable
+
+
+def _gently(retryable: Sequence[Change], claim: Claim) -> Sequence[Change]:
+    """Which lost rows may be taken: a suspect alone, or some that are none."""
+    first = [change for change in retryable if not _lifecycle.is_suspect(change.before)]
+    if claim.takes_suspect and retryable and (not first or first[0] is not retryable[0]):
+        return retryable[: min(1, claim.lost_limit)]
+    return first[: max(0, claim.lost_limit)]
+
+
+def _due(connection: Connection, values: Values) -> tuple[list[list[int]], bool]:
+    """The places of the first due rows of each kind, and whether all were looked at."""
+    scheduled = array(connection, _DUE_SCHEDULED, values)
+    if any(scheduled):
+        connection.execute(_PROMOTE, (as_json([*itertools.chain(*scheduled)]),))
+    is_all = all(len(ids) < _MAX_PROMOTED for ids in scheduled)
+    return [*itertools.chain(*array(connection, _DUE, values))], is_all
+
+
+def _next(
+    connection: Connection, values: Values, left: Sequence[list[int]]
+) -> tuple[Instant | None, Instant | None]:
+    [(run_at, lease_until, deadline)] = connection.execute(_NEXT, values)
+    if left:
+        ready = min(run_at for _, run_at, _ in left)
+    else:
+        [(ready,)] = connection.execute(_NEXT_READY, values)
+    due = min((at for at in (run_at, lease_until, ready) if at is not None), default=None)
+    return due, deadline
+
+
+def _place(row: Row) -> list[int]:
+    """Rows are taken in this order."""
+    return [-row.priority, row.run_at, row.id]
+
+
+# Rows and payloads in one step, if they are small: of each its numbers and the lengths of its
+# texts as a JSON array, then the texts; and all rows one after the other. With a busy loop
+# 0.3 ms for 100 rows, against 3 to 400 ms row by row.
+_PACKED: Final = f"""
+SELECT CAST(group_concat((
+    SELECT
+        json_array({NUMBERS},
+            length(CAST(kind AS BLOB)), length(CAST(key AS BLOB)), length(CAST(result AS BLOB)),
+            length(CAST(failure AS BLOB)), length(CAST(failure_type AS BLOB)),
+            length(CAST(payload AS BLOB))
+        ) || CAST(kind AS BLOB) || ifnull(CAST(key AS BLOB), '')
+        || ifnull(CAST(result AS BLOB), '') || ifnull(CAST(failure AS BLOB), '')
+        || ifnull(CAST(failure_type AS BLOB), '') || CAST(payload AS BLOB)
+    FROM trio_jobs_job
+    WHERE id = wanted.value AND length(payload) + ifnull(length(result), 0) <= 10000
+), '') AS BLOB)
+FROM json_each(?) AS wanted
+"""
+
+_WITH_PAYLOAD: Final = f"SELECT {ROW}, CAST(payload AS BLOB) FROM trio_jobs_job WHERE id = ?"
+
+
+def _with_payloads(connection: Connection, ids: Sequence[int]) -> dict[int, tuple[Row, bytes]]:
+    [(packed,)] = connection.execute(_PACKED, (as_json(ids),))
+    records = {record[0]: record for record in _unpacked(packed or b"")}
+    for id in ids:
+        if id not in records:
+            [records[id]] = connection.execute(_WITH_PAYLOAD, (id,))
+    return {id: (row_of(record), record[-1]) for id, record in records.items()}
+
+
+def _unpacked(packed: bytes) -> Iterator[Record]:
+    numbers = 13
+    start = 0
+    while start < len(packed):
+        end = packed.index(b"]", start) + 1
+        values = msgspec.json.decode(packed[start:end])
+        record = values[:numbers]
+        start = end
+        for length in values[numbers:]:
+            record.append(None if length is None else packed[start : start + length])
+            start += length or 0
+        yield record

@@ -1,0 +1,290 @@
+"""The SQL of adding rows, of applying changes to them and of renewing their leases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final, TypeAlias
+
+from ._drivers import Connection, Value
+from ._model import Change, Fence, Instant, NewJob, PastStart, Refused, Row, State
+from ._rows import GET, ROW, array, as_json, chunks, code_of, many, row_of
+from ._schema import CODES
+
+Name: TypeAlias = tuple[str, str | None]
+"""(kind, key)"""
+
+_MAX_PAST: Final = 100
+"""How many past starts of a job are kept."""
+
+_RESERVE: Final = "UPDATE trio_jobs_meta SET next_id = next_id + ? RETURNING next_id + 0"
+
+_INSERT: Final = """
+WITH new(id, kind, state, priority, key, enqueued_at, run_at, deadline, is_raw, payload)
+AS ({rows})
+INSERT INTO trio_jobs_job
+    (id, kind, state, priority, key, enqueued_at, run_at, deadline, payload)
+SELECT id, kind, state, priority, key, enqueued_at, run_at, deadline,
+    CASE WHEN is_raw THEN payload ELSE CAST(payload AS TEXT) END
+FROM new
+"""
+
+_LIVE: Final = f"""
+WITH wanted(wanted_kind, wanted_key) AS ({{rows}})
+SELECT {ROW}
+FROM wanted CROSS JOIN trio_jobs_job INDEXED BY trio_jobs_key
+WHERE kind = wanted_kind AND key = wanted_key AND key IS NOT NULL AND state < 3
+"""
+
+
+def add(connection: Connection, jobs: Sequence[NewJob]) -> list[tuple[Row, bool]]:
+    holders = live_of(connection, jobs)
+    names = set(holders)
+    is_new: list[bool] = []
+    for job in jobs:
+        is_new.append(job.key is None or name_of(job) not in names)
+        names.add(name_of(job))
+    inserted = iter(
+        _insert(connection, [job for job, new in zip(jobs, is_new, strict=True) if new])
+    )
+    added: list[tuple[Row, bool]] = []
+    for job, new in zip(jobs, is_new, strict=True):
+        if new:
+            holders[name_of(job)] = next(inserted)
+        added.append((holders[name_of(job)], new))
+    return added
+
+
+def name_of(job: NewJob) -> Name:
+    return (job.kind, job.key)
+
+
+def live_of(connection: Connection, jobs: Sequence[NewJob]) -> dict[Name, Row]:
+    """The queued and running rows that have the key of one of these."""
+    names = list(dict.fromkeys(name_of(job) for job in jobs if job.key is not None))
+    rows = [
+        row_of(record)
+        for chunk in chunks(names)
+        for record in connection.execute(*many(_LIVE, chunk))
+    ]
+    return {(row.kind, row.key): row for row in rows}
+
+
+def _insert(connection: Connection, jobs: Sequence[NewJob]) -> list[Row]:
+    if not jobs:
+        return []
+    [(next_id,)] = connection.execute(_RESERVE, (len(jobs),))
+    rows = [_new_row(id, job) for id, job in enumerate(jobs, next_id - len(jobs))]
+    for chunk in chunks(list(zip(rows, jobs, strict=True))):
+        values = [
+            (
+                row.id,
+                row.kind,
+                code_of(row),
+                row.priority,
+                row.key,
+                row.enqueued_at,
+                row.run_at,
+                row.deadline,
+                job.raw,
+                job.payload,
+            )
+            for row, job in chunk
+        ]
+        connection.execute(*many(_INSERT, values))
+    return rows
+
+
+def _new_row(id: int, job: NewJob) -> Row:
+    return Row(
+        id=id,
+        kind=job.kind,
+        state=State.QUEUED,
+        attempt=0,
+        claims=0,
+        interruptions=0,
+        cancel_requested=False,
+        priority=job.priority,
+        key=job.key,
+        enqueued_at=job.enqueued_at,
+        run_at=job.run_at,
+        deadline=job.deadline,
+        lease_until=None,
+        started_at=None,
+        finished_at=None,
+        result=None,
+        failure=None,
+    )
+
+
+# Applying.
+
+# Those whose row is no longer what the decision was made on.
+_STALE: Final = """
+WITH before(id, state, claims, cancel_requested) AS ({rows})
+SELECT json_group_array(before.id) FROM before
+WHERE (before.state, before.claims, before.cancel_requested) IS NOT (
+    SELECT max(job.state, 1), job.claims, job.cancel_requested
+    FROM trio_jobs_job AS job WHERE job.id = before.id
+)
+"""
+
+_UPDATE: Final = """
+WITH new(
+    id, state, attempt, claims, interruptions, cancel_requested, run_at, lease_until, started_at,
+    finished_at, result, failure, failure_type
+) AS ({rows})
+INSERT INTO trio_jobs_job AS job (
+    id, state, attempt, claims, interruptions, cancel_requested, run_at, lease_until, started_at,
+    finished_at, result, failure, failure_type
+)
+SELECT * FROM new WHERE true
+ON CONFLICT (id) DO UPDATE SET
+    state = excluded.state,
+    attempt = excluded.attempt,
+    claims = excluded.claims,
+    interruptions = excluded.interruptions,
+    cancel_requested = excluded.cancel_requested,
+    run_at = excluded.run_at,
+    lease_until = CASE WHEN job.state = 2 AND excluded.state = 2 THEN job.lease_until
+        ELSE excluded.lease_until END,
+    started_at = excluded.started_at,
+    finished_at = excluded.finished_at,
+    result = ifnull(CAST(excluded.result AS TEXT), job.result),
+    failure = excluded.failure,
+    failure_type = excluded.failure_type
+"""
+
+_INSERT_PAST: Final = """
+INSERT OR REPLACE INTO trio_jobs_past
+    (job, claim, number, started_at, ended_at, outcome, failure, failure_type)
+{rows}
+"""
+
+_PRUNE: Final = f"""
+DELETE FROM trio_jobs_past
+WHERE job = :job AND claim <= (
+    SELECT claim FROM trio_jobs_past WHERE job = :job
+    ORDER BY claim DESC LIMIT 1 OFFSET {_MAX_PAST}
+)
+"""
+
+_HOLDER: Final = """
+SELECT id FROM trio_jobs_job INDEXED BY trio_jobs_key
+WHERE key IS NOT NULL AND state < 3
+    AND kind = (SELECT kind FROM trio_jobs_job WHERE id = :id)
+    AND key = (SELECT key FROM trio_jobs_job WHERE id = :id)
+"""
+
+
+def apply(connection: Connection, changes: Sequence[Change]) -> list[Refused | None]:
+    refused: list[Refused | None] = []
+    for wave in _waves(changes):
+        refused += _apply_wave(connection, wave)
+    return refused
+
+
+def _waves(changes: Sequence[Change]) -> Iterator[list[Change]]:
+    """Changes that may be made in any order: none is of a job, or takes a key, that another of
+    its wave is about."""
+    wave: list[Change] = []
+    ids: set[int] = set()
+    for change in changes:
+        if change.before.id in ids or (wave and _takes_key(wave[-1])) or _takes_key(change):
+            yield wave
+            wave, ids = [], set()
+        wave.append(change)
+        ids.add(change.before.id)
+    yield wave
+
+
+def _takes_key(change: Change) -> bool:
+    revives = change.before.state.is_final and not change.after.state.is_final
+    return revives and change.before.key is not None
+
+
+def _apply_wave(connection: Connection, wave: Sequence[Change]) -> list[Refused | None]:
+    refused: dict[int, Refused] = {}
+    for chunk in chunks([change.before for change in wave]):
+        guards = [(row.id, CODES[row.state], row.claims, row.cancel_requested) for row in chunk]
+        for id in array(connection, *many(_STALE, guards)):
+            records = connection.execute(GET, (id,))
+            refused[id] = Refused(row_of(records[0]) if records else None)
+    for change in wave:
+        if _takes_key(change) and connection.execute(_HOLDER, {"id": change.before.id}):
+            refused.setdefault(change.before.id, Refused(change.before))
+    write(connection, [change for change in wave if change.before.id not in refused])
+    return [refused.get(change.before.id) for change in wave]
+
+
+def write(connection: Connection, changes: Sequence[Change]) -> None:
+    for chunk in chunks(changes):
+        connection.execute(*many(_UPDATE, [_changed(change) for change in chunk]))
+    pasts = [(change.after.id, change.past) for change in changes if change.past is not None]
+    for some in chunks(pasts):
+        connection.execute(*many(_INSERT_PAST, [_past_values(id, past) for id, past in some]))
+    for id, past in pasts:
+        if past.claim > _MAX_PAST:
+            connection.execute(_PRUNE, {"job": id})
+
+
+def _changed(change: Change) -> tuple[Value, ...]:
+    after = change.after
+    return (
+        after.id,
+        code_of(after),
+        after.attempt,
+        after.claims,
+        after.interruptions,
+        after.cancel_requested,
+        after.run_at,
+        after.lease_until,
+        after.started_at,
+        after.finished_at,
+        None if after.result == change.before.result else after.result,
+        None if after.failure is None else after.failure.message,
+        None if after.failure is None else after.failure.type,
+    )
+
+
+def _past_values(id: int, past: PastStart) -> tuple[Value, ...]:
+    return (
+        id,
+        past.claim,
+        past.number,
+        past.started_at,
+        past.ended_at,
+        past.outcome,
+        None if past.failure is None else past.failure.message,
+        None if past.failure is None else past.failure.type,
+    )
+
+
+# Renewing.
+
+_RENEWABLE: Final = """
+WITH fence(id, claims) AS ({rows}),
+renewable(id, claims, cancel_requested) AS (
+    SELECT fence.id, fence.claims, (
+        SELECT job.cancel_requested FROM trio_jobs_job AS job
+        WHERE job.id = fence.id AND job.claims = fence.claims AND job.state = 2
+    )
+    FROM fence
+)
+SELECT json_group_array(json_array(id, claims, cancel_requested))
+FROM renewable WHERE cancel_requested IS NOT NULL
+"""
+
+_RENEW: Final = """
+INSERT INTO trio_jobs_job (id) SELECT value FROM json_each(:ids) WHERE true
+ON CONFLICT (id) DO UPDATE SET lease_until = :until
+"""
+
+
+def renew(connection: Connection, fences: Sequence[Fence], until: Instant) -> dict[Fence, bool]:
+    renewed: dict[Fence, bool] = {}
+    for chunk in chunks(fences):
+        for id, claims, is_requested in array(connection, *many(_RENEWABLE, chunk)):
+            renewed[id, claims] = bool(is_requested)
+    ids = as_json([id for id, _ in renewed])
+    connection.execute(_RENEW, {"ids": ids, "until": until})
+    return renewed
