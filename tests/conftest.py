@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import trio
 
 import trio_jobs
 from trio_jobs import Jobs, SqliteStore

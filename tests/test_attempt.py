@@ -22,8 +22,10 @@ from stories import (
     finished,
     forever,
     make_store,
+    now,
     outcomes,
     row_of,
+    scheduling,
     second,
     serving,
 )
@@ -657,6 +659,51 @@ async def steal(jobs: Jobs, store: SqliteStore, id: int) -> None:
     with store._writing:
         store._writer.execute("UPDATE trio_jobs_job SET lease_until = 1 WHERE id = ?", (id,))
     await abandon(jobs, counting, lost_limit=1, lease=600)
+
+
+async def test_X2_a_handler_that_lost_its_lease_and_cleans_up_is_left_alone_by_the_lease_keeper(
+    autojump_clock: MockClock,
+) -> None:
+    store = SqliteStore(":memory:")
+
+    async def cleans_up(attempt: Attempt[int, list[int]]) -> list[int]:
+        await steal(jobs, store, attempt.job_id)
+        try:
+            await trio.sleep_forever()
+        finally:
+            with trio.CancelScope(shield=True):
+                await trio.sleep(100)
+                ended_at.append(now())
+
+    ended_at: list[float] = []
+    async with (
+        trio_jobs.open_jobs(store) as jobs,
+        serving(jobs, counting.handled_by(cleans_up), lease=6),
+    ):
+        await jobs.enqueue(counting, 0)
+        await trio.sleep(200)
+
+    assert ended_at == [102]  # the renewal after a third of the lease found out
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_X5_what_is_returned_is_stored_whatever_was_published_at_the_same_time(
+    seed: int, autojump_clock: MockClock
+) -> None:
+    async def at_once(attempt: Attempt[int, list[int]]) -> list[int]:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(attempt.publish, [1])
+            nursery.start_soon(attempt.publish, [2])
+        return [1 + seed % 2]
+
+    with scheduling(seed):
+        async with (
+            trio_jobs.open_jobs(":memory:") as jobs,
+            serving(jobs, counting.handled_by(at_once)),
+        ):
+            ended = await finished(jobs, *await jobs.enqueue_many(counting, range(10)))
+
+    assert {tuple(job.unwrap()) for job in ended} == {(1 + seed % 2,)}
 
 
 @pytest.mark.parametrize("end", [[7], ValueError(), RetryLater(1)], ids=repr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sqlite3
 import sys
@@ -735,3 +736,50 @@ async def test_apsw_a_runner_starts_it_within_a_poll_of_the_commit(
         nursery.cancel_scope.cancel()
 
     assert ended.result == 14
+
+
+async def test_a_busy_writer_of_our_own_is_not_taken_for_the_application_s_transaction(
+    file_jobs: Jobs, tmp_path: Path
+) -> None:
+    async def enqueue_for_ever() -> None:
+        while True:
+            await file_jobs.enqueue(other, 0)
+
+    other = Kind("other", int)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(
+            functools.partial(trio_jobs.serve, file_jobs, [number.handled_by(double)], poll=1000)
+        )
+        for _ in range(10):
+            nursery.start_soon(enqueue_for_ever)
+        with contextlib.closing(sqlite3.connect(tmp_path / "jobs.db")) as connection:
+            connection.execute("PRAGMA wal_autocheckpoint = 0")
+            for _ in range(20):
+                with connection:
+                    id = file_jobs.enqueue_on(connection, number, 7)
+                with trio.fail_after(60):
+                    ended = await file_jobs.wait_finished(id)
+                assert ended.result == 14
+        nursery.cancel_scope.cancel()
+
+
+async def test_run_once_waits_for_a_transaction_that_is_open_and_goes_on(
+    file_jobs: Jobs, tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    @number.handled_by
+    async def opens_one(attempt: Attempt[int, int]) -> int:
+        if attempt.payload == 0:
+            connection.execute("BEGIN IMMEDIATE")
+            file_jobs.enqueue_on(connection, number, 9)
+            await trio.sleep(0.5)
+            connection.execute("ROLLBACK")
+        return 0
+
+    with contextlib.closing(
+        sqlite3.connect(tmp_path / "jobs.db", isolation_level=None)
+    ) as connection:
+        await file_jobs.enqueue_many(number, [0, 1, 2])
+        with trio.fail_after(1000):
+            count = await trio_jobs.run_once(file_jobs, [opens_one])
+
+    assert count == 3

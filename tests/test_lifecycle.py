@@ -332,7 +332,14 @@ def test_every_end_keeps_who_the_job_is_and_gives_up_the_lease(
     assert after.attempt in (row.attempt, row.attempt - 1, QUEUED.attempt)
 
 
-@given(rows, policies, st.lists(st.sampled_from(["raise", "interrupt", "lose"]), max_size=200))
+WHAT_HAPPENS: dict[str, lifecycle.End] = {
+    "raise": lifecycle.Raised(FAILURE),
+    "interrupt": lifecycle.InterruptedByShutdown(),
+    "lose": lifecycle.LeaseOver(),
+}
+
+
+@given(rows, policies, st.lists(st.sampled_from(list(WHAT_HAPPENS)), max_size=200))
 def test_no_job_is_started_for_ever(row: Row, policy: Policy, story: list[str]) -> None:
     starts, now = 0, NOW
     row = msgspec.structs.replace(
@@ -340,12 +347,7 @@ def test_no_job_is_started_for_ever(row: Row, policy: Policy, story: list[str]) 
     )
     for what in story:
         starts += 1
-        end: lifecycle.End = {
-            "raise": lifecycle.Raised(FAILURE),
-            "interrupt": lifecycle.InterruptedByShutdown(),
-            "lose": lifecycle.LeaseOver(),
-        }[what]
-        after = lifecycle.ended(row, end, policy, now).after
+        after = lifecycle.ended(row, WHAT_HAPPENS[what], policy, now).after
         if after.state is not State.QUEUED:
             break
         row = lifecycle.claimed(after, now, now + SECOND)

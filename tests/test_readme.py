@@ -43,7 +43,7 @@ def test_the_blocks_are_found() -> None:
 def test_ci_runs_the_test_command() -> None:
     commands = re.findall(r"```sh\n(.*?)\n```", README, flags=re.DOTALL)
 
-    assert [command for command in commands if "pytest" in command][0] in (
-        ROOT / ".ci" / "run"
-    ).read_text()
-
+    assert (
+        next(command for command in commands if "pytest" in command)
+        in (ROOT / ".ci" / "run").read_text()
+    )

@@ -35,7 +35,7 @@ from stories import (
 from trio.testing import MockClock
 
 import trio_jobs
-import trio_jobs._runner
+import trio_jobs._engine
 from trio_jobs import (
     Attempt,
     Job,
@@ -395,7 +395,7 @@ async def test_a_claim_that_is_answered_after_the_runner_gave_up_is_handed_back(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file was locked for longer than the stop may take."""
-    monkeypatch.setattr(trio_jobs._runner, "FINAL_WRITES", 0.05)
+    monkeypatch.setattr(trio_jobs._engine, "FINAL_WRITES", 0.05)
     store = make_store(where, tmp_path, SlowClaim)
     handle = Script(None)
     async with trio_jobs.open_jobs(store) as jobs:
@@ -730,3 +730,35 @@ def test_B1_a_ctrl_c_in_the_runners_own_code_stops_it_in_order_too() -> None:
             trio.run(main, hit, clock=MockClock(autojump_threshold=0))
         except KeyboardInterrupt:
             pass
+
+
+async def test_serve_ends_when_the_caller_does_not_take_that_it_has_started(
+    jobs: Jobs, autojump_clock: MockClock
+) -> None:
+    class Started:
+        def started(self, value: object = None) -> None:
+            raise RuntimeError("called twice")
+
+    with pytest.RaisesGroup(pytest.RaisesExc(RuntimeError, match="called twice")):
+        await trio_jobs.serve(jobs, [plain.handled_by(Script(None))], task_status=Started())
+    await jobs.enqueue(plain, None)
+    await trio.sleep(10)
+
+    assert (await jobs.counts())[State.QUEUED] == 1
+
+
+async def test_a_jobs_that_closes_under_its_runner_ends_it_and_hurts_nobody_else(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """The block of open_jobs ends while serve lives in a nursery around it."""
+    with pytest.RaisesGroup(trio.ClosedResourceError):
+        async with (
+            trio.open_nursery() as nursery,
+            trio_jobs.open_jobs(tmp_path / "jobs.db") as jobs,
+        ):
+            handler = plain.handled_by(Script(sleeps(1)))
+            await nursery.start(partial(trio_jobs.serve, jobs, [handler], grace=0))
+            await jobs.enqueue_many(plain, [None] * 30)
+            await trio.sleep(0.5)
+
+    assert now() < 10

@@ -23,7 +23,7 @@ from typing import Any
 import apsw
 import pytest
 
-from trio_jobs import StoreBusy, StoreError, _lifecycle, sqlite
+from trio_jobs import StoreBusy, StoreError, _lifecycle, _schema, sqlite
 from trio_jobs._drivers import Connection, Driver, Record, Values
 from trio_jobs._lifecycle import Raised, Returned
 from trio_jobs._model import Claim, Claimed, Failure, NewJob, Policy, Row, State
@@ -169,7 +169,10 @@ def python(script: str, *args: object) -> subprocess.Popen[str]:
 
 
 def output(process: subprocess.Popen[str]) -> str:
-    out, err = process.communicate(timeout=60)
+    try:
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert (process.returncode, err) == (0, "")
     return out
 
@@ -385,6 +388,8 @@ def test_a_file_that_cannot_be_used_is_refused_for_good(
 
 def test_a_newer_file_is_not_touched(path: Path) -> None:
     _newer(path)
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA journal_mode = DELETE")
     before = path.read_bytes()
 
     with pytest.raises(StoreError):
@@ -472,7 +477,7 @@ def test_an_older_file_is_migrated_once_and_keeps_its_rows(
     with opened(SqliteStore(path, driver=driver)) as store:
         rows = add(store, new(), new())
     steps = [
-        *sqlite.MIGRATIONS,
+        *_schema.MIGRATIONS,
         ["ALTER TABLE trio_jobs_job ADD COLUMN colour TEXT", "CREATE TABLE trio_jobs_more (x)"],
         ["UPDATE trio_jobs_job SET colour = 'red'"],
     ]
@@ -492,7 +497,7 @@ def test_a_migration_that_fails_leaves_the_file_as_it_was(
     with opened(SqliteStore(path, driver=driver)) as store:
         rows = add(store, new())
     with monkeypatch.context() as patch:
-        broken = [*sqlite.MIGRATIONS, ["CREATE TABLE trio_jobs_more (x)", "no such statement"]]
+        broken = [*_schema.MIGRATIONS, ["CREATE TABLE trio_jobs_more (x)", "no such statement"]]
         patch.setattr(sqlite, "MIGRATIONS", broken)
         with pytest.raises(StoreError, match="syntax error"):
             SqliteStore(path, driver=driver).open()
@@ -865,6 +870,32 @@ def test_a_transaction_that_changes_nothing_writes_nothing(path: Path, driver: D
         assert log.read_bytes() == before
 
 
+def test_the_connection_that_reads_cannot_write(store: SqliteStore) -> None:
+    assert store._reader is not None
+    with pytest.raises(StoreError, match="readonly"):
+        store._reader.execute("DELETE FROM trio_jobs_job")
+
+
+def test_many_rows_take_no_more_statements_than_one(path: Path, driver: Driver) -> None:
+    store = SqliteStore(path, driver=driver)
+    spies = Spies(store)
+    taken: list[int] = []
+    with opened(store):
+        for jobs in ([new()], [new()] * 64, [new(payload=b"x" * 20_000)] * 3):
+            spies.log.clear()
+            add(store, *jobs)
+            claimed = claim(store).jobs
+            with store.transaction():
+                store.renew([job.row.fence for job in claimed], 200)
+                store.apply(
+                    [_lifecycle.ended(job.row, Returned(b"1"), POLICY, 100) for job in claimed]
+                )
+            taken.append(len(spies.log))
+
+    # Large payloads are read one by one; and three rows are inserted and changed as two and one.
+    assert taken == [taken[0], taken[0], taken[0] + 3 + 4]
+
+
 def test_no_reading_verb_leaves_a_transaction_open(store: SqliteStore) -> None:
     row = add(store, new(key="k"))[0]
     verbs: list[Callable[[], object]] = [
@@ -971,6 +1002,17 @@ def test_a_job_on_the_applications_connection_shares_its_fate(
         connection.execute(ends_with)
         assert store.get(row.id) == (row if ends_with == "COMMIT" else None)
         assert store.is_unlocked()
+
+
+def test_a_key_that_is_taken_stays_so_until_the_transaction_ends(
+    sqlite3_store: SqliteStore, path: Path
+) -> None:
+    [row] = add(sqlite3_store, new(key="k"))
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        assert sqlite3_store.add_on(connection, new(key="k")) == (row, False)
+
+        assert connection.in_transaction
+        assert not sqlite3_store.is_unlocked()
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="autocommit= came with Python 3.12")
@@ -1310,6 +1352,50 @@ def test_m9_children_that_end_do_not_disturb_the_writing_parent(path: Path, driv
     with contextlib.closing(sqlite3.connect(path)) as connection:
         assert connection.execute("SELECT count(*) FROM trio_jobs_job").fetchone() == (added,)
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
+@needs_fork
+def test_m9_a_fork_in_the_middle_of_a_statement_lets_the_child_end(
+    path: Path, driver: Driver
+) -> None:
+    script = """
+        import gc, os, sys, threading, warnings, weakref
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads
+        from trio_jobs.sqlite import SqliteStore
+        store = SqliteStore(sys.argv[1], driver=sys.argv[2])
+        store.open()
+        inside, leave = threading.Event(), threading.Event()
+        def wait():
+            inside.set()
+            leave.wait()
+        native = store._writer._connection
+        if sys.argv[2] == "apsw":
+            native.create_scalar_function("wait", wait, 0)
+        else:
+            native.create_function("wait", 0, wait)
+        del native
+        thread = threading.Thread(target=store._writer.execute, args=("SELECT wait()",))
+        thread.start()
+        inside.wait()
+        module = sys.modules.get("apsw", gc)
+        references = sys.getrefcount(module)
+        child = os.fork()
+        if child == 0:
+            connections = (store._writer, store._reader, store._checkpointer)
+            kept = [weakref.ref(connection) for connection in connections]
+            del store, thread, connections
+            gc.collect()
+            print(all(connection() for connection in kept))
+            # The end of apsw's module would close all its connections.
+            print(module is gc or sys.getrefcount(module) > references, flush=True)
+            sys.exit()  # closing the connection would wait for the statement for ever
+        status = os.waitpid(child, 0)[1]
+        leave.set()
+        thread.join()
+        store.close()
+        print(status)
+        """
+    assert output(python(script, path, driver)) == "True\nTrue\n0\n"
 
 
 # Checkpoints.

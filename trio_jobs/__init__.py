@@ -7,8 +7,9 @@
 # Where rows are kept: the seam _store, and sqlite behind it, with _schema, _rows, _writes,
 # _claims for the SQL and _drivers for the two drivers.
 # Off the Trio thread and back, time, and who is woken: _bridge, _clock, _hub.
-# What callers use: _jobs. What runs handlers: _runner, with _pool (poller and workers) and
-# its _agenda, _keeper (leases and limits), _probation (lost jobs); _attempt is one start.
+# What callers use: _jobs. What runs handlers: _runner, in front of _engine, with _pool
+# (poller and workers) and its _agenda, _keeper (leases and limits), _probation (lost jobs);
+# _attempt is one start.
 # The command: __main__, with _work, _display and the example, _demo.
 # Settings: _checks, _retry.
 
@@ -47,3 +48,9 @@ from ._runner import (
     serve as serve,
 )
 from .sqlite import SqliteStore as SqliteStore
+
+# Users import from here, so that is where tracebacks and help() say the names live.
+for _name, _value in list(globals().items()):
+    if not _name.startswith("_") and getattr(_value, "__module__", "").startswith("trio_jobs."):
+        _value.__module__ = "trio_jobs"
+del _name, _value

@@ -40,6 +40,8 @@ _log = logging.getLogger("trio_jobs")
 STRICTLY_AFTER: Final = 1_000
 
 _INTERNAL_ERROR: Final = "internal error"
+_NOT_DECODED: Final = Failure("payload does not decode")
+_NO_FIT: Final = Failure("result does not fit")
 
 
 class Fail(Exception):
@@ -256,9 +258,9 @@ class Execution:
         assert self._payload is not None
         try:
             payload = kind.payload_codec.decode(self._payload)
-        except BaseException as error:  # a payload type runs code of its own, too
+        except BaseException as error:  # noqa: ASYNC103 - a payload type runs code, too
             _log.error("%s: %s", self, _safe_to_log(error))
-            return _lifecycle.RefusedForGood(Failure("payload does not decode"))
+            return _lifecycle.RefusedForGood(_NOT_DECODED)  # noqa: ASYNC104
         self._payload = None
         attempt = Attempt(
             payload=payload,
@@ -282,7 +284,7 @@ class Execution:
             with self._scope:
                 value = await _call(self.handler.fn, attempt)
                 returned = True
-        except BaseException as error:  # every one of them is this attempt's end
+        except BaseException as error:  # noqa: ASYNC103 - each is this attempt's end
             raised = error
         finally:
             self._scope = None
@@ -291,9 +293,9 @@ class Execution:
             self._stops.add(Stop.SHUTDOWN)  # the runner itself is being cancelled
         try:
             return self._verdict(kind, returned, value, raised)
-        except BaseException as error:  # no exception is so exotic that it hurts others
+        except BaseException as error:  # noqa: ASYNC103 - none is so exotic that it hurts others
             _log.error("%s ended with something that cannot be looked at", self, exc_info=error)
-            return _lifecycle.Raised(Failure(_INTERNAL_ERROR, "unknown"))
+            return _lifecycle.Raised(Failure(_INTERNAL_ERROR, "unknown"))  # noqa: ASYNC104
 
     async def settle(self, end: End, submit: Callable[[Write], None]) -> Change | None:
         """Write the end under the fence; None if the attempt was over already.
@@ -353,15 +355,24 @@ class Execution:
 
     async def hand_back(self) -> Change | None:
         """Give the row back as it was before the claim."""
-        return await self.settle_patiently(_lifecycle.NeverStarted(self._was))
+        end = _lifecycle.NeverStarted(self._was)
+        try:
+            return await self.settle(end, self._bridge.submit)
+        except StoreError:
+            return await self.settle_patiently(end)
 
     async def _publish(self, value: object) -> None:
         codec = self.handler.kind.result_codec
         data = codec.encode(value, self._jobs._max_payload)
-        while self.is_handling and not self.is_over:
-            [refused] = await self._bridge.apply([_lifecycle.published(self.row, data)])
-            if refused is None:
+
+        def done(result: outcome.Outcome[Any]) -> None:
+            # In commit order: tasks that publish at the same time are woken in any.
+            if isinstance(result, outcome.Value) and result.value == [None]:
                 self.row = msgspec.structs.replace(self.row, result=data)
+
+        while self.is_handling and not self.is_over:
+            [refused] = await self._bridge.apply([_lifecycle.published(self.row, data)], done)
+            if refused is None:
                 return
             if refused.row is None or not self._is_held(refused.row):
                 self.lose()
@@ -389,7 +400,7 @@ class Execution:
             if interrupt is not None:
                 self.keyboard_interrupt = interrupt
                 self._stops.add(Stop.SHUTDOWN)
-            elif self._stops:
+            elif self._stops and not all(isinstance(e, trio.Cancelled) for e in _leaves(raised)):
                 _log.warning("%s raised while it was stopped", self, exc_info=raised)
         if Stop.DEADLINE in self._stops:
             return _lifecycle.DeadlinePassed()
@@ -407,9 +418,9 @@ class Execution:
     def _returned(self, kind: Kind[Any, Any], value: object) -> End:
         try:
             return _lifecycle.Returned(kind.result_codec.encode(value, self._jobs._max_payload))
-        except BaseException as error:
+        except BaseException as error:  # noqa: ASYNC103 - a value runs code when it is encoded
             _log.error("%s: %s", self, _safe_to_log(error))
-            return _lifecycle.RefusedForGood(Failure("result does not fit"))
+            return _lifecycle.RefusedForGood(_NO_FIT)  # noqa: ASYNC104
 
     def _raised(self, error: BaseException) -> End:
         leaves = _leaves(error)

@@ -34,6 +34,7 @@ _log = logging.getLogger("trio_jobs")
 MAX_BATCH: Final = 250
 
 Verb: TypeAlias = Literal["apply", "add", "renew", "claim"]
+Done: TypeAlias = Callable[[outcome.Outcome[Any]], None]
 
 
 class Write:
@@ -45,10 +46,8 @@ class Write:
 
     __slots__ = ("done", "is_taken", "items", "result", "verb")
 
-    def __init__(
-        self, verb: Verb, items: Any, done: Callable[[outcome.Outcome[Any]], None] | None = None
-    ) -> None:
-        self.verb = verb
+    def __init__(self, verb: Verb, items: Any, done: Done | None = None) -> None:
+        self.verb: Verb = verb
         self.items = items
         self.done = done
         self.is_taken = False
@@ -90,6 +89,7 @@ class Bridge:
             await trio.lowlevel.checkpoint()
             self._store.open()
             return
+        await trio.lowlevel.checkpoint_if_cancelled()
         self._begin()
         try:
             with trio.CancelScope(shield=True):
@@ -128,8 +128,11 @@ class Bridge:
         result: list[tuple[Row, bool]] = await self._write("add", jobs)
         return result
 
-    async def apply(self, changes: Sequence[Change]) -> list[Refused | None]:
-        result: list[Refused | None] = await self._write("apply", changes)
+    async def apply(
+        self, changes: Sequence[Change], done: Done | None = None
+    ) -> list[Refused | None]:
+        """`done` hears of the outcome in the order of the commits, before anybody is woken."""
+        result: list[Refused | None] = await self._write("apply", changes, done)
         return result
 
     async def renew(self, fences: Sequence[Fence], until: Instant) -> dict[Fence, bool]:
@@ -176,9 +179,9 @@ class Bridge:
             raise trio.ClosedResourceError("this Jobs was closed when its block ended")
 
     @trio.lowlevel.enable_ki_protection
-    async def _write(self, verb: Verb, items: Any) -> Any:
+    async def _write(self, verb: Verb, items: Any, done: Done | None = None) -> Any:
         await trio.lowlevel.checkpoint_if_cancelled()
-        write = Write(verb, items)
+        write = Write(verb, items, done)
         self.submit(write)
 
         def abort(_: Any) -> trio.lowlevel.Abort:
@@ -208,6 +211,9 @@ class Bridge:
         self._begin()
         try:
             return await trio.to_thread.run_sync(call, self._store, limiter=self._readers)
+        except StoreError:
+            self.raise_if_closed()  # closed while it waited for its turn
+            raise
         finally:
             self._end(1)
 

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 import trio
 
@@ -83,7 +83,9 @@ def _mock_clock() -> MockClock | None:
     # MockClock has imported it.
     testing = sys.modules.get("trio.testing")
     clock = trio.lowlevel.current_clock()
-    return clock if testing is not None and isinstance(clock, testing.MockClock) else None
+    if testing is not None and isinstance(clock, testing.MockClock):
+        return cast("MockClock", clock)
+    return None
 
 
 class Alarm:

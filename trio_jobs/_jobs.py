@@ -199,7 +199,7 @@ async def open_jobs(
     finally:
         if not jobs._bridge.is_inherited:
             leave_hub(identity, listener)
-        await jobs._bridge.close()
+        await jobs._bridge.close()  # noqa: ASYNC102 - it shields itself, and is bounded
         jobs._written_elsewhere()  # so that who still waits looks, and is told it is closed
 
 

@@ -62,13 +62,13 @@ class Keeper:
         """Renew every lease when a third of it is over."""
         repeat = FIRST_REPEAT
         while True:
-            due = min((self._renewal_of(one) for one in self.handling()), default=None)
+            due = min((self._renewal_of(one) for one in self._kept()), default=None)
             await self._renewal.wait(due, idle=due is None)
             now = self._clock.now()
-            if not any(self._is_worn(one, now, 3) for one in self.handling()):
+            if not any(self._is_worn(one, now, 3) for one in self._kept()):
                 continue
             # Those that are nearly due come along in the same transaction.
-            keep = [one for one in self.handling() if self._is_worn(one, now, 4)]
+            keep = [one for one in self._kept() if self._is_worn(one, now, 4)]
             try:
                 held = await self._bridge.renew([one.fence for one in keep], now + self._lease)
             except StoreError as error:
@@ -95,6 +95,10 @@ class Keeper:
             late = self._limit.late
             if late * MICROSECONDS > self._lease // 6:
                 _log.warning("the event loop was blocked for %.1f s; leases may be lost", late)
+
+    def _kept(self) -> list[Execution]:
+        # One that has lost its lease may go on cleaning up, but has nothing left to renew.
+        return [one for one in self.handling() if not one.is_over]
 
     def _renewal_of(self, one: Execution) -> Instant:
         return one.kept_from + self._lease // 3

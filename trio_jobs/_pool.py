@@ -25,31 +25,31 @@ from ._model import Claim, Claimed, Instant, Row
 from ._probation import Allowance
 
 if TYPE_CHECKING:
-    from ._runner import Runner
+    from ._engine import Engine
 
 
 class Pool:
     """The workers that share a set of kinds (a runner has one, or one for each queue)."""
 
-    def __init__(self, runner: Runner, handlers: Mapping[str, Handler], workers: int) -> None:
+    def __init__(self, engine: Engine, handlers: Mapping[str, Handler], workers: int) -> None:
         self.workers = workers
         self.is_claiming = False
         self.is_exhausted = False
         """The last claim found less than it had room for."""
-        self._runner = runner
-        self._bridge = runner.bridge
-        self._clock = runner.clock
+        self._engine = engine
+        self._bridge = engine.bridge
+        self._clock = engine.clock
         self._handlers = dict(handlers)
         self._policies = {name: one.kind.policy for name, one in handlers.items()}
         self._room = workers
         self._ready: deque[Execution] = deque()
         self._idle: list[trio.lowlevel.Task] = []
         self._context = contextvars.copy_context()
-        self._alarm = Alarm(runner.clock, runner.poll)
+        self._alarm = Alarm(engine.clock, engine.poll)
         self._agenda = Agenda()
         self._claim_under_way: Write | None = None
 
-    # What the runner tells it.
+    # What the engine tells it.
 
     def adopt(self, handler: Handler) -> None:
         """Serve one more kind."""
@@ -64,14 +64,18 @@ class Pool:
             self._agenda.heard_deadline(row.deadline)
             self._alarm.bring_forward(row.deadline)
         if row.kind in self._handlers:
-            self._agenda.heard_due(row, self._runner.decision_now())
+            self._agenda.heard_due(row, self._engine.decision_now())
             self._claim_if_useful()
             if self._room > 0:
                 self._alarm.bring_forward(row.run_at)
 
     def heard_of_writing_elsewhere(self) -> None:
-        self._agenda.is_written_elsewhere = True
-        self._alarm.ring()
+        if self._clock.is_virtual:
+            # A claim would hold the clock while it waits for the lock, maybe for ever.
+            self._agenda.is_written_elsewhere = True
+            self._alarm.ring()
+        else:
+            self.wake()  # the claim gets the lock after that transaction, and sees its rows
 
     def wake(self) -> None:
         """Look at the store at once."""
@@ -89,7 +93,7 @@ class Pool:
             execution = self._ready.pop()
             execution.stop(Stop.SHUTDOWN)
             self._room += 1
-            self._runner.nursery.start_soon(self._hand_back, execution)
+            self._engine.nursery.start_soon(self._hand_back, execution)
 
     def withdraw_claim(self) -> None:
         """Claim nothing any more, if it is not too late."""
@@ -97,7 +101,7 @@ class Pool:
             self.is_claiming = False
 
     async def _hand_back(self, execution: Execution) -> None:
-        self._runner.ended(execution, await execution.hand_back())
+        self._engine.ended(execution, await execution.hand_back())
 
     # The poller.
 
@@ -106,7 +110,7 @@ class Pool:
         """Claim when a due time or deadline has come, and once a `poll` on a real clock."""
         while True:
             await self._look_around()
-            if self._runner.has_work and not self._agenda.is_written_elsewhere:
+            if self._engine.has_work and not self._agenda.is_written_elsewhere:
                 self._claim()
             is_time = False
             while not is_time:
@@ -117,24 +121,24 @@ class Pool:
     async def _look_around(self) -> None:
         """See what no claim shows: unknown kinds, and whether another's transaction is over."""
         try:
-            if self._runner.looks_for_unhandled(self):
-                self._runner.meet(await self._bridge.read(lambda store: store.queued_kinds()))
+            if self._engine.looks_for_unhandled(self):
+                self._engine.meet(await self._bridge.read(lambda store: store.queued_kinds()))
             if self._agenda.is_written_elsewhere:
                 self._agenda.is_written_elsewhere = False
                 if not await self._bridge.read(lambda store: store.is_unlocked()):
                     self._agenda.is_written_elsewhere = True
         except StoreError as error:
-            self._runner.met_trouble(error, "the store could not be read")
+            self._engine.met_trouble(error, "the store could not be read")
 
     def _next_instant(self) -> Instant | None:
-        if self.is_claiming or not self._runner.may_claim:
+        if self.is_claiming or not self._engine.may_claim:
             return None
-        if self._runner.once is not None:
-            return self._runner.probation.next_proof() if self._agenda.is_lost_waiting else None
+        if self._engine.once is not None and not self._agenda.is_written_elsewhere:
+            return self._engine.probation.next_proof() if self._agenda.is_lost_waiting else None
         return self._agenda.next_instant(
             has_room=self._room > 0,
-            next_proof=self._runner.probation.next_proof(),
-            next_look=self._clock.now() + microseconds(self._runner.poll),
+            next_proof=self._engine.probation.next_proof(),
+            next_look=self._clock.now() + microseconds(self._engine.poll),
         )
 
     # Claiming. No await in here: a claim is submitted, and `_claimed` is called.
@@ -147,8 +151,8 @@ class Pool:
         return (
             self._room > 0
             and not self.is_claiming
-            and self._runner.may_claim
-            and self._agenda.wants_claim(self._runner.decision_now())
+            and self._engine.may_claim
+            and self._agenda.wants_claim(self._engine.decision_now())
         )
 
     def _claim(self) -> None:
@@ -157,17 +161,17 @@ class Pool:
 
     def _new_claim(self) -> Write:
         self.is_claiming = True
-        allowance = self._runner.probation.reserve(self._clock.now())
-        held = self._runner.held_ids()
+        allowance = self._engine.probation.reserve(self._clock.now())
+        held = self._engine.held_ids()
 
         # Called when its batch is formed: the room is that of the last moment, and so are
         # the instants, from which the leases count.
         def claim() -> Claim:
             self._agenda.claim_was_formed()
             now = self._clock.now()
-            once = self._runner.once
+            once = self._engine.once
             # While the runner stops it takes nothing, but still hears of cancel requests.
-            may_take = self._runner.may_claim
+            may_take = self._engine.may_claim
             return Claim(
                 policies=self._policies if may_take else {},
                 limit=max(0, self._room) if may_take else 0,
@@ -175,7 +179,7 @@ class Pool:
                 takes_suspect=allowance.takes_suspect,
                 now=now if once is None or once.now is None else once.now,
                 lease_now=now,
-                lease_until=now + self._runner.lease,
+                lease_until=now + self._engine.lease,
                 held=held,
                 below=None if once is None else once.below,
                 due_by=None if once is None else once.due_by,
@@ -189,7 +193,7 @@ class Pool:
     def _claimed(self, write: Write, allowance: Allowance, result: outcome.Outcome[Any]) -> None:
         self.is_claiming = False
         self._claim_under_way = None
-        if self._runner.is_over:
+        if self._engine.is_over:
             if isinstance(result, outcome.Value):
                 self._give_back(result.value)
             return
@@ -197,11 +201,11 @@ class Pool:
             self._take(write.items, result.value)
         elif isinstance(result, outcome.Error):
             self._refused(result.error)
-        if self._runner.probation.release(allowance):
-            self._runner.lost_jobs_may_start()
+        if self._engine.probation.release(allowance):
+            self._engine.lost_jobs_may_start()
         elif self._agenda.is_lost_waiting and self._is_outdated(allowance, result):
             self.wake()
-        self._runner.progress()
+        self._engine.progress()
         self._alarm.ring()
 
     def _is_outdated(self, given: Allowance, result: outcome.Outcome[Any]) -> bool:
@@ -211,7 +215,7 @@ class Pool:
             if isinstance(result, outcome.Value)
             else 0
         )
-        now = self._runner.probation.allowance(self._clock.now())
+        now = self._engine.probation.allowance(self._clock.now())
         return now.limit > given.limit - taken or now.takes_suspect > given.takes_suspect
 
     def _give_back(self, claimed: Claimed) -> None:
@@ -231,9 +235,9 @@ class Pool:
     def _refused(self, error: BaseException) -> None:
         if isinstance(error, StoreError):
             self._agenda.claim_was_refused(self._clock.now())
-            self._runner.met_trouble(error, "due jobs could not be claimed")
+            self._engine.met_trouble(error, "due jobs could not be claimed")
         else:
-            self._runner.fail(error)
+            self._engine.fail(error)
 
     def _take(self, claim: Claim, claimed: Claimed) -> None:
         self._room -= len(claimed.jobs)
@@ -241,23 +245,23 @@ class Pool:
             execution = Execution(
                 job,
                 self._handlers[job.row.kind],
-                self._runner.jobs,
-                lease=self._runner.lease,
+                self._engine.jobs,
+                lease=self._engine.lease,
                 kept_from=claim.lease_now,
-                deadline=self._runner.deadline_of(job.row),
-                decision_now=self._runner.decision_now,
-                written=self._runner.wrote,
+                deadline=self._engine.deadline_of(job.row),
+                decision_now=self._engine.decision_now,
+                written=self._engine.wrote,
             )
-            self._runner.takes(execution, job)
+            self._engine.takes(execution, job)
             self._ready.append(execution)
-        self._runner.claim_answered(claimed)
+        self._engine.claim_answered(claimed)
         self._agenda.claim_was_answered(claim, claimed)
         self.is_exhausted = claim.limit > 0 and not claimed.more and not claimed.lost_waiting
-        if self._runner.is_hurried:
+        if self._engine.is_hurried:
             self.hand_back_waiting()
         else:
             self._hand_out()
-            self._runner.maybe_all_is_done()
+            self._engine.maybe_all_is_done()
             self._claim_if_useful()
 
     def _hand_out(self) -> None:
@@ -271,10 +275,10 @@ class Pool:
         """Run one claimed job after another."""
         while True:
             execution = await self._next()
-            end = await execution.run(self._runner.begins)
-            self._runner.progress()
+            end = await execution.run(self._engine.begins)
+            self._engine.progress()
             if execution.keyboard_interrupt is not None:
-                self._runner.fail(execution.keyboard_interrupt)
+                self._engine.fail(execution.keyboard_interrupt)
             self._make_room()
             try:
                 change = await execution.settle(end, self._submit_with_claim)
@@ -282,10 +286,10 @@ class Pool:
                 # The worker stays with this one, so what was claimed for it goes back.
                 self._room -= 1
                 self.hand_back_waiting(keep=len(self._idle))
-                self._runner.cannot_write_end(execution, error)
+                self._engine.cannot_write_end(execution, error)
                 change = await execution.settle_patiently(end)
                 self._make_room()
-            self._runner.ended(execution, change)
+            self._engine.ended(execution, change)
 
     def _make_room(self) -> None:
         self._room += 1

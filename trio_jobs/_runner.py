@@ -1,75 +1,24 @@
-"""`serve` and `run_once`: pools of workers, a lease keeper and a watchdog in one nursery.
-
-The loops only carry values. What to claim is a value for the store, what an end means is
-decided in `_lifecycle`, an attempt is read in `_attempt`. Every method without `await`
-runs to its end on the Trio thread, so the state here is never seen half changed.
-"""
+"""`serve` and `run_once`: what users ask of a runner, checked, and handed to the engine."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
 import trio
 
-from ._attempt import Attempt, Execution, Fail, Stop
 from ._checks import is_async, seconds
-from ._clock import instant_of, microseconds
-from ._errors import StoreError
+from ._clock import instant_of
+from ._engine import Engine, Once, Statistics as Statistics, Unhandled
 from ._jobs import Jobs
-from ._keeper import Keeper
-from ._kinds import Handler, Kind
-from ._model import Change, Claimed, ClaimedJob, Instant, Row, State
-from ._pool import Pool
-from ._probation import Probation
-
-Unhandled: TypeAlias = Literal["leave", "fail"] | Callable[[str, bytes], Awaitable[None]]
-"""What becomes of kinds nobody gave a handler for."""
+from ._kinds import Handler
 
 SHORTEST_LEASE: Final = 0.5
 """Seconds; a third of it must be enough for a renewal on a busy machine."""
-CLEAN_UP: Final = 2.0
-"""Seconds a cancelled handler has for its clean-up before the log names it."""
-FINAL_WRITES: Final = 2.0
-"""Seconds the last ends have to be written."""
-
-_log = logging.getLogger("trio_jobs")
 
 
-@dataclass(frozen=True)
-class Statistics:
-    """What a runner did since it started, and how it is now."""
-
-    running: int
-    """Handlers under way."""
-    started: int
-    succeeded: int
-    failed: int
-    """Jobs that ended failed or dead."""
-    retried: int
-    """Attempts that failed or asked for later, and will be started again."""
-    lost: int
-    """Attempts whose lease ended: lost rows this runner took up or ended, and its own."""
-    unhandled: frozenset[str]
-    """Kinds seen waiting that nobody gave a handler for."""
-    trouble: str | None
-    """What the store last refused; None once a claim went well again."""
-
-
-@dataclass(frozen=True)
-class Once:
-    """The bounds of `run_once`: what is due by `due_by` with an id below `below`."""
-
-    now: Instant | None
-    """If it was given, time stands still there."""
-    due_by: Instant
-    below: int
-
-
-async def serve(
+async def serve(  # noqa: ASYNC128 - the engine says that it has started
     jobs: Jobs,
     handlers: Iterable[Handler],
     *,
@@ -99,7 +48,7 @@ async def serve(
     read-only), `KeyboardInterrupt` when a handler raised it.
     """
     pools, known = _pools(handlers, workers, queues, unhandled)
-    runner = Runner(
+    engine = Engine(
         jobs,
         pools,
         known,
@@ -108,7 +57,7 @@ async def serve(
         grace=seconds(grace, "grace"),
         unhandled=unhandled,
     )
-    await runner.run(task_status)
+    await engine.run(lambda: task_status.started(Runner(engine)))
 
 
 async def run_once(
@@ -130,328 +79,28 @@ async def run_once(
     instant = None if now is None else instant_of(now, "now")
     due_by = jobs._clock.now() if instant is None else instant
     once = Once(instant, due_by, await jobs._bridge.read(lambda store: store.next_id()))
-    runner = Runner(
+    engine = Engine(
         jobs, pools, known, poll=1.0, lease=60.0, grace=10.0, unhandled=unhandled, once=once
     )
-    await runner.run(trio.TASK_STATUS_IGNORED)
-    return runner.statistics().started
+    await engine.run(lambda: None)
+    return engine.statistics().started
 
 
 class Runner:
-    """What `serve` runs; `await nursery.start(serve, ...)` returns it."""
+    """What `await nursery.start(serve, ...)` returns: the running service, from outside."""
 
-    def __init__(
-        self,
-        jobs: Jobs,
-        pools: Sequence[tuple[dict[str, Handler], int]],
-        known: frozenset[str],
-        *,
-        poll: float,
-        lease: float,
-        grace: float,
-        unhandled: Unhandled,
-        once: Once | None = None,
-    ) -> None:
-        self.jobs = jobs
-        self.bridge = jobs._bridge
-        self.clock = jobs._clock
-        self.poll = poll
-        self.lease = microseconds(lease)
-        self.once = once
-        self.may_claim = True
-        self.is_over = False
-        self.probation = Probation()
-        self.nursery: trio.Nursery
-        self._grace = grace
-        self._known = known
-        self._unhandled_rule = unhandled
-        self._unhandled: set[str] = set()
-        self._keeper = Keeper(
-            self.bridge, self.clock, poll=poll, lease=self.lease, met_trouble=self.met_trouble
-        )
-        self._pools = [Pool(self, served, workers) for served, workers in pools]
-        self._spent: frozenset[int] = frozenset()
-        self._started = self._succeeded = self._failed = self._retried = self._lost = 0
-        self._trouble: str | None = None
-        self._warned: set[str] = set()
-        self._unwritten: set[Execution] = set()
-        self._stop = trio.Event()
-        self._hurry = trio.Event()
-        self._progress = trio.Event()
-        self._fatal: BaseException | None = None
-        self._graced = trio.CancelScope()
-        self._stuck = trio.Event()
-        """Only handlers that cannot be cancelled are left: the command ends the process."""
+    __slots__ = ("_engine",)
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
 
     def drain(self) -> None:
         """Finish what is in hand, claim no more; then `serve` returns."""
-        self.may_claim = False
-        self._stop.set()
+        self._engine.drain()
 
     def statistics(self) -> Statistics:
-        """Counts since the start."""
-        return Statistics(
-            running=len(self._keeper.handling()),
-            started=self._started,
-            succeeded=self._succeeded,
-            failed=self._failed,
-            retried=self._retried,
-            lost=self._lost,
-            unhandled=frozenset(self._unhandled),
-            trouble=self._trouble,
-        )
-
-    # Its life.
-
-    async def run(self, task_status: trio.TaskStatus[Runner]) -> None:
-        """Live until drained or cancelled, then stop in order."""
-        self.bridge.raise_if_closed()
-        try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._live)
-                task_status.started(self)
-                try:
-                    await self._hurry.wait()
-                except BaseException:
-                    self._hurry_up()
-                    raise
-        finally:
-            if self._fatal is not None:
-                raise self._fatal
-
-    @trio.lowlevel.enable_ki_protection
-    async def _live(self) -> None:
-        self.jobs._watchers[self] = None
-        # Shielded: a cancellation from outside begins the orderly stop, it does not cut the
-        # handlers off. `_wind_down` is bounded, but for handlers that cannot be cancelled.
-        with trio.CancelScope(shield=True):
-            async with trio.open_nursery() as self.nursery:
-                self.nursery.start_soon(self._keeper.keep_leases)
-                self.nursery.start_soon(self._keeper.watch_limits)
-                for pool in self._pools:
-                    self.nursery.start_soon(pool.poll)
-                    for _ in range(pool.workers):
-                        self.nursery.start_soon(pool.work)
-                await self._stop.wait()
-                await self._wind_down()
-                self.nursery.cancel_scope.cancel()
-        self.jobs._watchers.pop(self)
-        self.is_over = True
-        self._hurry.set()
-
-    def _cut_grace(self) -> None:
-        """Stop, and cancel the handlers at once: the command's answer to a second signal."""
-        self._graced.cancel()
-        self._hurry_up()
-
-    def _hurry_up(self) -> None:
-        self.may_claim = False
-        self._stop.set()
-        self._hurry.set()
-        self.progress()
-
-    def fail(self, error: BaseException) -> None:
-        """Stop in order, and raise this to the caller of `serve`."""
-        if self._fatal is None or isinstance(error, KeyboardInterrupt):
-            self._fatal = error
-        self._hurry_up()
-
-    async def _wind_down(self) -> None:
-        # A drain has no bound of its own, but a cancellation may come on top of it.
-        await self._until(lambda: self.is_hurried or self._is_nothing_in_hand())
-        for pool in self._pools:
-            pool.hand_back_waiting()
-        is_hopeless = isinstance(self._fatal, StoreError)
-        self._graced.relative_deadline = 0 if is_hopeless else self._grace
-        with self._graced:
-            await self._until(self._is_nothing_in_hand)
-        for one in self._keeper.in_hand.values():
-            one.stop(Stop.SHUTDOWN)
-        with trio.move_on_after(CLEAN_UP):
-            await self._until(lambda: not self._keeper.handling())
-        for one in self._keeper.handling():
-            _log.error("%s cannot be cancelled; the runner ends after it: %r", one, one.handler)
-        if self._keeper.handling():
-            with trio.move_on_after(FINAL_WRITES):
-                await self._until(self._is_only_handling)
-            self._stuck.set()
-        await self._until(lambda: not self._keeper.handling())
-        with trio.move_on_after(FINAL_WRITES):
-            await self._until(self._is_nothing_in_hand)
-        for pool in self._pools:
-            pool.withdraw_claim()
-        for one in self._keeper.in_hand.values():
-            _log.error("%s: its end could not be written in time; its lease has to end", one)
-
-    @property
-    def has_work(self) -> bool:
-        """It claims, or has something in hand that may be cancelled from elsewhere."""
-        return self.may_claim or bool(self._keeper.in_hand)
-
-    @property
-    def is_hurried(self) -> bool:
-        """It was cancelled, not only drained: what has not started goes back."""
-        return self._hurry.is_set()
-
-    def _is_only_handling(self) -> bool:
-        return all(one.is_handling for one in self._keeper.in_hand.values())
-
-    def _is_nothing_in_hand(self) -> bool:
-        return not self._keeper.in_hand and not any(pool.is_claiming for pool in self._pools)
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
-            self._progress = trio.Event()
-            await self._progress.wait()
-
-    def progress(self) -> None:
-        """Something came to its end: a stop that waits for it looks again."""
-        self._progress.set()
-
-    # What the pools tell it, in the order in which it happens to a job.
-
-    def takes(self, execution: Execution, job: ClaimedJob) -> None:
-        self._keeper.take(execution)
-        if job.taken_up:
-            self.probation.took(
-                execution.fence,
-                self.clock.now(),
-                is_suspect=job.is_suspect,
-                is_last_life=job.row.attempt >= execution.handler.kind.policy.attempts,
-            )
-
-    def begins(self, execution: Execution) -> None:
-        self._started += 1
-        self._keeper.begins(execution)
-
-    def wrote(self, execution: Execution, change: Change) -> None:
-        """Its end is on disk."""
-        self.count(change)
-        if self.once is not None and change.after.state is State.QUEUED:
-            self._spent |= {change.after.id}
-        self._let_go(execution)
-
-    def _let_go(self, execution: Execution) -> None:
-        self._keeper.drop(execution)
-        if self.probation.ended(execution.fence):
-            self.lost_jobs_may_start()
-
-    def ended(self, execution: Execution, change: Change | None) -> None:
-        """A worker is through with it: written, lost or given up."""
-        self._let_go(execution)
-        if execution in self._unwritten:
-            self._unwritten.discard(execution)
-            self._worked_again()
-        if execution.is_given_up:
-            # It is lost now, and counted when it is taken up, maybe here and at once.
-            for pool in self._pools:
-                pool.wake()
-        elif change is None:
-            self._lost += 1
-        self.progress()
-
-    def lost_jobs_may_start(self) -> None:
-        """One of them was proven, or the claim that might have taken some is answered."""
-        for pool in self._pools:
-            pool.lost_jobs_may_start()
-
-    def claim_answered(self, claimed: Claimed) -> None:
-        self._worked_again()
-        for change in claimed.settled:
-            self.count(change)
-        for fence in claimed.cancelled:
-            self._cancel(fence)
-
-    def maybe_all_is_done(self) -> None:
-        """`run_once` ends when no pool finds anything more."""
-        if self.once is not None and all(pool.is_exhausted for pool in self._pools):
-            self.drain()
-
-    def held_ids(self) -> frozenset[int]:
-        """Ids no claim may give us: in hand, or started before in this `run_once`."""
-        return self._spent | {id for id, _ in self._keeper.in_hand}
-
-    def decision_now(self) -> Instant:
-        """The instant decisions are made by: backoff, deadlines, what is due."""
-        if self.once is not None and self.once.now is not None:
-            return self.once.now
-        return self.clock.now()
-
-    def deadline_of(self, row: Row) -> Instant | None:
-        """The deadline to watch while it runs: none where time stands still (`run_once(now)`)."""
-        is_still = self.once is not None and self.once.now is not None
-        return None if is_still else row.deadline
-
-    def met_trouble(self, error: StoreError, what: str) -> None:
-        """The store refused: warn once for each kind of call until claims go well again."""
-        if what not in self._warned:
-            self._warned.add(what)
-            _log.warning("%s: %s; the runner goes on trying", what, error)
-        self._trouble = str(error)
-        if error.is_permanent or self.once is not None:
-            self.fail(error)
-
-    def cannot_write_end(self, execution: Execution, error: StoreError) -> None:
-        """A worker goes on trying; until it is through, the trouble shows."""
-        self._unwritten.add(execution)
-        self.met_trouble(error, "the end of a job could not be written")
-
-    def _worked_again(self) -> None:
-        if not self._unwritten:
-            self._trouble = None
-            self._warned.clear()
-
-    def looks_for_unhandled(self, pool: Pool) -> bool:
-        return pool is self._pools[0]
-
-    def meet(self, kinds: Iterable[str]) -> None:
-        """Jobs of these kinds are waiting: see whether somebody handles them."""
-        for name in set(kinds) - self._known - self._unhandled:
-            self._unhandled.add(name)
-            # Only by hand can a row have a name that no kind may have; it stays queued.
-            if self._unhandled_rule != "leave" and name and "\0" not in name:
-                self._pools[0].adopt(_handler_of_unhandled(name, self._unhandled_rule))
-
-    def count(self, change: Change) -> None:
-        after, past = change.after, change.past
-        outcome = None if past is None else past.outcome
-        if after.state is State.SUCCEEDED:
-            self._succeeded += 1
-        elif after.state in (State.FAILED, State.DEAD):
-            self._failed += 1
-        elif outcome in ("failed", "timed out", "retry later"):
-            self._retried += 1
-        if outcome == "lost":
-            self._lost += 1
-        if after.state is State.DEAD:
-            _log.warning(
-                "job %d (%s) is dead after %d attempts: %s",
-                after.id,
-                after.kind,
-                after.attempt,
-                "" if after.failure is None else after.failure.message,
-            )
-
-    # What `Jobs` tells it.
-
-    def heard(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            if row.state is State.QUEUED:
-                if row.kind not in self._known:
-                    self.meet({row.kind})
-                for pool in self._pools:
-                    pool.heard(row)
-            elif row.state is State.RUNNING and row.cancel_requested:
-                self._cancel(row.fence)
-
-    def written_elsewhere(self) -> None:
-        for pool in self._pools:
-            pool.heard_of_writing_elsewhere()
-
-    def _cancel(self, fence: tuple[int, int]) -> None:
-        execution = self._keeper.in_hand.get(fence)
-        if execution is not None:
-            execution.cancel_was_requested()
+        """Counts since the start, and how it is now."""
+        return self._engine.statistics()
 
 
 def _lease(lease: float) -> float:
@@ -506,15 +155,3 @@ def _workers(number: int, name: str) -> int:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise ValueError(f"{name} must be a whole number from 1 on, not {number!r}")
     return number
-
-
-def _handler_of_unhandled(name: str, rule: Unhandled) -> Handler:
-    kind = Kind(name, bytes)
-
-    async def handle(attempt: Attempt[bytes, None]) -> None:
-        if callable(rule):
-            await rule(name, attempt.payload)
-        else:
-            raise Fail(f"no handler for job kind {name}", retry=False)
-
-    return kind.handled_by(handle)

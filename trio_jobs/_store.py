@@ -144,7 +144,7 @@ class Store(Protocol):
         ...
 
     def is_unlocked(self) -> bool:
-        """Whether nobody holds the write lock right now; never waits."""
+        """Whether nobody but this store holds the write lock right now; hardly waits."""
         ...
 
     def tidy(self) -> None:

@@ -68,12 +68,12 @@ async def _obey(signals: AsyncIterator[int], runner: Runner, serving: trio.Cance
             serving.cancel()
         else:
             _log.info("%s: handlers are cancelled now", signal.Signals(number).name)
-            runner._cut_grace()
+            runner._engine.cut_grace()
 
 
 async def _end_process_if_stuck(runner: Runner) -> None:
     # Everything else is written by now. What is stuck is lost, and taken up by the rule for that.
-    await runner._stuck.wait()
+    await runner._engine.stuck.wait()
     _log.error("the process ends under a handler that cannot be cancelled, with code %d", STUCK)
     _exit_now(STUCK)
 

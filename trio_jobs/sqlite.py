@@ -131,6 +131,7 @@ class SqliteStore:
         self._driver: _drivers.Driver = driver
         self._process: int | None = None
         self._is_closing = False
+        self._has_lock = False
         # Each guards one connection; in memory there is only the one.
         self._writing = threading.RLock()
         self._reading = self._writing if self._is_memory else threading.RLock()
@@ -158,10 +159,11 @@ class SqliteStore:
         try:
             with self._writing, self._reading:
                 self._open()
-        except BaseException as error:
+        except StoreError as error:
             self.close()
-            if isinstance(error, StoreError):
-                raise self._named(error, "opening") from error
+            raise self._named(error, "opening") from error
+        except BaseException:
+            self.close()
             raise
 
     def _open(self) -> None:
@@ -252,17 +254,16 @@ class SqliteStore:
         self._check_process()
         with self._writing:
             connection = self._begin()
-            changes = connection.total_changes
+            self._has_lock = True
             try:
+                changes = connection.total_changes
                 yield
                 if connection.total_changes == changes:
-                    _roll_back(connection)  # so that nothing is written to the log
-                    return
-                before = self._mark()
-            except BaseException:
+                    return  # rolled back, so that nothing is written to the log
+                self._commit(self._mark())
+            finally:
                 _roll_back(connection)
-                raise
-            self._commit(before)
+                self._has_lock = False
 
     @_verb("beginning a transaction")
     def _begin(self) -> Connection:
@@ -388,12 +389,13 @@ class SqliteStore:
 
     @_verb("looking at the lock")
     def is_unlocked(self) -> bool:
-        if not self._writing.acquire(blocking=False):
-            return False
+        # What we hold ourselves no other connection holds.
+        if self._has_lock or not self._writing.acquire(timeout=0.01):
+            return self._has_lock
         try:
             connection = self._need(self._writer)
             if connection.in_transaction:
-                return False
+                return True
             connection.execute("BEGIN IMMEDIATE")
             connection.execute("ROLLBACK")
             return True
