@@ -536,7 +536,9 @@ def test_a_database_holds_the_search_of_one_folder(folder: Path, tmp_path: Path)
     result = run_demo(tmp_path / "other", "--db", database)
 
     assert result.exit_code == 1
-    assert result.stderr == f"Error: this database holds the search of {folder}\n"
+    assert (
+        result.stderr == f"Error: this database holds the search of {folder}; give another --db\n"
+    )
 
 
 def test_ctrl_c_stops_it_and_the_next_start_goes_on(

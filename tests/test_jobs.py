@@ -1424,8 +1424,12 @@ async def test_unwrap_gives_the_result_or_says_why_there_is_none(
     if state is State.SUCCEEDED:
         assert job.unwrap() == "done"
     elif state.is_final:
-        reason = {State.FAILED: "refused", State.DEAD: "internal error"}.get(state, "cancelled")
-        with pytest.raises(JobFailed, match=rf"job 1 \(work\) {state.value}: {reason}"):
+        reason = {
+            State.FAILED: "failed: refused",
+            State.DEAD: "dead: internal error",
+            State.CANCELLED: "was cancelled",
+        }[state]
+        with pytest.raises(JobFailed, match=rf"job 1 \(work\) {reason}"):
             job.unwrap()
     else:
         with pytest.raises(StateError, match=rf"job 1 \(work\).*{state.value}"):

@@ -89,7 +89,8 @@ async def test_E1_a_job_ten_leases_long_is_started_once_and_its_lease_is_always_
 async def test_E1_under_the_real_clock_also_when_the_work_is_done_in_threads(
     tmp_path: Path,
 ) -> None:
-    lease, long = 0.6, 6.0
+    # Not shorter: under a busy thread each step of a statement waits 5 ms for the GIL.
+    lease, long = 1.5, 6.0
     starts: list[str] = []
 
     async def in_the_loop(attempt: Attempt[None, None]) -> None:
@@ -116,8 +117,8 @@ async def test_E1_under_the_real_clock_also_when_the_work_is_done_in_threads(
     ahead: list[float] = []
     async with (
         trio_jobs.open_jobs(tmp_path / "jobs.db") as jobs,
-        serving(jobs, *handlers, lease=lease, poll=0.1, grace=0),
-        serving(jobs, *handlers, lease=lease, poll=0.1, grace=0),
+        serving(jobs, *handlers, lease=lease, grace=0),
+        serving(jobs, *handlers, lease=lease, grace=0),
     ):
         enqueued = [await jobs.enqueue(Kind(name, None), None) for name in ("loop", "thread")]
         enqueued.append(await jobs.enqueue(Kind("busy", None), None))
@@ -130,7 +131,7 @@ async def test_E1_under_the_real_clock_also_when_the_work_is_done_in_threads(
                         row = await row_of(jobs, job)
                         if row.lease_until is not None:
                             ahead.append(row.lease_until / 1_000_000 - time.time())
-                    await trio.sleep(0.05)
+                    await trio.sleep(0.1)
 
             nursery.start_soon(watch)
             ended = await finished(jobs, *enqueued, within=60)
@@ -138,7 +139,7 @@ async def test_E1_under_the_real_clock_also_when_the_work_is_done_in_threads(
 
     assert sorted(starts) == ["busy", "loop", "thread"]
     assert [(job.state, job.attempt) for job in ended] == [(State.SUCCEEDED, 1)] * 3
-    assert len(ahead) > 100
+    assert len(ahead) > 20
     assert min(ahead) >= lease / 3
 
 

@@ -132,7 +132,7 @@ def retry(id: int, database: str, as_json: bool) -> None:
 @database_option
 @json_option
 def cancel(id: int, database: str, as_json: bool) -> None:
-    """Cancel a job; a running one ends when its handler does."""
+    """Cancel a job: one that waits at once, the handler of a running one within a second."""
 
     async def cancel_and_look(jobs: Jobs) -> tuple[bool, Job[object]]:
         return await jobs.cancel(id), await jobs.get(id)
@@ -143,7 +143,7 @@ def cancel(id: int, database: str, as_json: bool) -> None:
     elif not accepted:
         click.echo(f"Job {id} had already ended: it is {job.state.value}.")
     elif job.state is State.RUNNING:
-        click.echo(f"Job {id} is running and will be cancelled when its attempt ends.")
+        click.echo(f"Job {id} is running; its handler is being cancelled.")
     else:
         click.echo(f"Job {id} was cancelled.")
 

@@ -17,9 +17,8 @@ import msgspec
 import outcome
 import trio
 
-from . import _lifecycle
+from . import _checks, _lifecycle
 from ._bridge import Bridge, Write
-from ._checks import seconds
 from ._clock import MICROSECONDS, Clock, microseconds
 from ._codec import safe_text
 from ._errors import LeaseLost, PayloadError, StoreError
@@ -61,8 +60,8 @@ class Fail(Exception):
 class RetryLater(Exception):
     """Raise it in a handler to be started again in so many seconds; uses up no attempt."""
 
-    def __init__(self, seconds_from_now: float) -> None:
-        self.seconds = seconds(seconds_from_now, "the seconds of a RetryLater")
+    def __init__(self, seconds: float) -> None:
+        self.seconds = _checks.seconds(seconds, "the seconds of a RetryLater")
         super().__init__(self.seconds)
 
 
@@ -125,7 +124,7 @@ class Attempt(Generic[P, R]):
 
 
 class Stop(enum.Enum):
-    """Why we cancelled a handler's scope; the order is the precedence of the reasons."""
+    """Why we cancelled a handler's scope, in the order of precedence; see `_verdict`."""
 
     CANCEL = enum.auto()
     DEADLINE = enum.auto()
@@ -227,22 +226,23 @@ class Execution:
 
     def next_limit(self, now: Instant) -> Instant | None:
         """When `check` will have something to do; None if nothing is left to act on."""
-        return min((at for _, at in self._limits() if at > now), default=None)
+        return min((at for _, at in self._limits(now) if at > now), default=None)
 
     def check(self, now: Instant) -> None:
         """Stop the handler if its timeout, deadline or fence has passed."""
-        for why, at in self._limits():
+        for why, at in self._limits(now):
             # Before the lease ends nobody else can have the row, so stopping now is in time.
             # After it (the loop was blocked, the machine asleep) only the store knows: then
             # the lease keeper asks, and a row that nobody took is simply kept.
             if at <= now and not (why is Stop.FENCE and now >= self.lease_until):
                 self.stop(why)
 
-    def _limits(self) -> list[tuple[Stop, Instant]]:
+    def _limits(self, now: Instant) -> list[tuple[Stop, Instant]]:
         """Each limit that has not been acted on, with the first instant to act on it."""
         limits = [(Stop.FENCE, self.lease_until - self._lease // 6)]
         if self._timeout_at is not None:
-            limits.append((Stop.TIMEOUT, self._timeout_at + STRICTLY_AFTER))
+            left = self._timeout_at - self._clock.ticks()
+            limits.append((Stop.TIMEOUT, now + left + STRICTLY_AFTER))
         if self._deadline is not None:
             limits.append((Stop.DEADLINE, self._deadline + STRICTLY_AFTER))
         return [limit for limit in limits if limit[0] not in self._stops]
@@ -273,7 +273,7 @@ class Execution:
             read_published=self._published_so_far,
         )
         if kind.timeout is not None:
-            self._timeout_at = self._clock.now() + microseconds(kind.timeout)
+            self._timeout_at = self._clock.ticks() + microseconds(kind.timeout)
         returned = False
         value: object = None
         raised: BaseException | None = None
@@ -433,7 +433,7 @@ class Execution:
         postponed = [leaf for leaf in leaves if isinstance(leaf, RetryLater)]
         if len(postponed) == len(leaves):
             # Checked again: the handler may have set it since.
-            wait = max(seconds(leaf.seconds, "seconds") for leaf in postponed)
+            wait = max(_checks.seconds(leaf.seconds, "seconds") for leaf in postponed)
             return _lifecycle.RetryAfter(microseconds(wait))
         _log.error("%s raised", self, exc_info=error)
         return _lifecycle.Raised(Failure(_INTERNAL_ERROR, safe_text(_type_name(error), 1_000)))
@@ -464,9 +464,10 @@ def _safe_to_log(error: BaseException) -> str:
 
 
 def _leaves(error: BaseException) -> list[BaseException]:
-    # A loop: how deep a handler nests its groups is no concern of the stack.
-    leaves, todo = [], [error]
-    while todo:
+    # A loop with a bound: how deep a handler nests its groups, or whether a group of its own
+    # making holds itself, is no concern of ours.
+    leaves, todo, left = [], [error], 10_000
+    while todo and (left := left - 1):
         one = todo.pop()
         if isinstance(one, BaseExceptionGroup):
             todo.extend(reversed(one.exceptions))

@@ -144,7 +144,7 @@ class Bridge:
 
     @trio.lowlevel.enable_ki_protection
     def submit(self, *writes: Write) -> None:
-        """Write them in one transaction as soon as may be; for callers that do not wait."""
+        """Write them as soon as may be, together if they fit; for callers that do not wait."""
         self.raise_if_closed()
         with self._gathered:
             self._pending.extend(writes)
@@ -160,8 +160,10 @@ class Bridge:
             await trio.lowlevel.checkpoint()
             return write.result.unwrap()
 
+        done = write.done
+
         def abort(_: Any) -> trio.lowlevel.Abort:
-            write.done = None
+            write.done = done
             return trio.lowlevel.Abort.SUCCEEDED
 
         return await _parked(write, abort)
@@ -170,6 +172,11 @@ class Bridge:
     def is_inherited(self) -> bool:
         """We are in a process that was forked after `open`: no thread works for us here."""
         return os.getpid() != self._pid
+
+    def raise_if_elsewhere(self) -> None:
+        """Raise `RuntimeError` in another `trio.run` than the one that opened it."""
+        if trio.lowlevel.current_trio_token() is not self._token:
+            raise RuntimeError("this Jobs belongs to another trio.run; open one here")
 
     def raise_if_closed(self) -> None:
         """Raise `trio.ClosedResourceError` once `close` has begun, `StoreError` after a fork."""
@@ -180,6 +187,8 @@ class Bridge:
 
     @trio.lowlevel.enable_ki_protection
     async def _write(self, verb: Verb, items: Any, done: Done | None = None) -> Any:
+        self.raise_if_closed()
+        self.raise_if_elsewhere()
         await trio.lowlevel.checkpoint_if_cancelled()
         write = Write(verb, items, done)
         self.submit(write)
@@ -205,6 +214,7 @@ class Bridge:
     async def read(self, call: Callable[[Store], T]) -> T:
         """Call one of the store's reading verbs."""
         self.raise_if_closed()
+        self.raise_if_elsewhere()
         if self._store.inline:
             await trio.lowlevel.checkpoint()
             return call(self._store)

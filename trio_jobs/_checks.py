@@ -56,3 +56,10 @@ def is_async(fn: object) -> bool:
     return inspect.iscoroutinefunction(fn) or (
         callable(fn) and inspect.iscoroutinefunction(type(fn).__call__)
     )
+
+
+def name_of(fn: object) -> str:
+    """What to call a function, a partial or any other object in a message."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__qualname__", type(fn).__name__)

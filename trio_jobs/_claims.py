@@ -89,12 +89,14 @@ SELECT
         FROM json_each(:kinds) AS served
     ),
     (
-        SELECT min(
-            CASE WHEN cancel_requested OR kind IN (SELECT value FROM json_each(:kinds))
-            THEN lease_until ELSE max(lease_until, deadline) END
+        SELECT min(ends_at) FROM (
+            SELECT
+                CASE WHEN cancel_requested OR kind IN (SELECT value FROM json_each(:kinds))
+                THEN lease_until ELSE max(lease_until, deadline) END AS ends_at
+            FROM trio_jobs_job INDEXED BY trio_jobs_lease
+            WHERE state = 2 AND id NOT IN (SELECT value FROM json_each(:held))
         )
-        FROM trio_jobs_job INDEXED BY trio_jobs_lease
-        WHERE state = 2 AND id NOT IN (SELECT value FROM json_each(:held))
+        WHERE ends_at > :lease_now
     ),
     (
         SELECT min(deadline) FROM trio_jobs_job INDEXED BY trio_jobs_deadline

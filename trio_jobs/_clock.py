@@ -39,6 +39,7 @@ class Clock:
         self._mock = _mock_clock()
         self.is_virtual = source is None and self._mock is not None
         """No timer is a safety net: sleep to the next instant that matters, however far."""
+        self._is_given = source is not None
         if source is not None:
             self._read = source
         elif self._mock is not None:
@@ -51,14 +52,22 @@ class Clock:
         """Callable from any thread."""
         return round(self._read() * MICROSECONDS)
 
+    def ticks(self) -> Instant:
+        """For durations within this process: a wall clock that is set does not change it."""
+        return self.now() if self._is_given else round(trio.current_time() * MICROSECONDS)
+
     def trio_deadline(self, instant: Instant | None, poll: float) -> float:
         """When to wake for `instant` (None: there is none), as a Trio time.
 
         On a real clock never later than in `poll` seconds, so that a stepped wall clock
         costs one poll.
         """
+        now = trio.current_time()
         wait = math.inf if instant is None else max(0, instant - self.now()) / MICROSECONDS
-        return trio.current_time() + (wait if self.is_virtual else min(wait, poll))
+        if not self.is_virtual:
+            wait = min(wait, poll)
+        # After some centuries a microsecond is too small for the float; time has to go on.
+        return max(now + wait, math.nextafter(now, math.inf)) if wait else now
 
     def hold(self) -> None:
         """Keep virtual time from jumping until `release`; counted over all holders."""

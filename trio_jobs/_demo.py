@@ -78,7 +78,9 @@ async def the_walk(jobs: Jobs, folder: bytes) -> Job[int]:
     """The job that walks: the one this database has, or a new one."""
     for walk in await jobs.find(kind=walk_folder, limit=1):
         if walk.key != key_of(folder):
-            raise click.ClickException(f"this database holds the search of {walk.key}")
+            raise click.ClickException(
+                f"this database holds the search of {walk.key}; give another --db"
+            )
         is_broken = walk.state.is_final and walk.state is not State.SUCCEEDED
         return await jobs.retry(walk) if is_broken else walk
     return await jobs.enqueue(walk_folder, folder, key=key_of(folder))

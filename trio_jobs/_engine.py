@@ -2,7 +2,8 @@
 
 The loops only carry values. What to claim is a value for the store, what an end means is
 decided in `_lifecycle`, an attempt is read in `_attempt`. Every method without `await`
-runs to its end on the Trio thread, so the state here is never seen half changed.
+runs to its end on the Trio thread, so the state here is never seen half changed. One thing
+is called from the writing thread: the function in `Pool._new_claim` that forms a claim.
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ class Engine:
         self._stop = trio.Event()
         self._hurry = trio.Event()
         self._progress = trio.Event()
+        self._over = trio.Event()
         self._fatal: BaseException | None = None
         self._graced = trio.CancelScope()
         self.stuck = trio.Event()
@@ -139,7 +141,7 @@ class Engine:
                 nursery.start_soon(self._live)
                 try:
                     started()
-                    await self._hurry.wait()
+                    await self._over.wait()
                 except BaseException:
                     self._hurry_up()
                     raise
@@ -173,7 +175,7 @@ class Engine:
             self._fatal = closed.exceptions[0]
         finally:
             self.jobs._watchers.pop(self)
-            self._hurry.set()
+            self._over.set()
 
     def cut_grace(self) -> None:
         """Stop, and cancel the handlers at once: the command's answer to a second signal."""
@@ -263,9 +265,12 @@ class Engine:
     def wrote(self, execution: Execution, change: Change) -> None:
         """Its end is on disk."""
         self.count(change)
-        if self.once is not None and change.after.state is State.QUEUED:
+        if self.once is not None and self._is_due_again(change.after, self.once):
             self._spent |= {change.after.id}
         self._let_go(execution)
+
+    def _is_due_again(self, row: Row, once: Once) -> bool:
+        return row.state is State.QUEUED and row.run_at <= max(once.due_by, row.enqueued_at)
 
     def _let_go(self, execution: Execution) -> None:
         self._keeper.drop(execution)
@@ -344,6 +349,8 @@ class Engine:
         """Jobs of these kinds are waiting: see whether somebody handles them."""
         for name in set(kinds) - self._known - self._unhandled:
             self._unhandled.add(name)
+            if self._unhandled_rule == "leave":
+                _log.warning("jobs of kind %r wait, and nobody here handles them", name)
             # Only by hand can a row have a name that no kind may have; it stays queued.
             if self._unhandled_rule != "leave" and name and "\0" not in name:
                 self._pools[0].adopt(_handler_of_unhandled(name, self._unhandled_rule))

@@ -189,6 +189,8 @@ async def open_jobs(
         raise TypeError(f"clock must be a callable, not {type(clock).__name__}")
     if isinstance(store, str | os.PathLike):
         store = SqliteStore(store)
+    elif not hasattr(store, "transaction"):
+        raise TypeError(f"store must be a path or a SqliteStore, not {type(store).__name__}")
     jobs = Jobs(store, Clock(clock), max_payload)
     await jobs._bridge.open()
     listener = Listener(jobs._heard, jobs._written_elsewhere)
@@ -230,12 +232,15 @@ class Jobs:
     ) -> Job[R]:
         """Store a job; when this returns it is on disk and will run.
 
-        It becomes due `delay` seconds from now, or at `run_at` (the past means now). At or
-        after `deadline` it is not started any more. A `key` that a queued or running job
-        of this kind has gives that job, and nothing is inserted. Raises `PayloadError` for
-        a payload that does not fit its type or is too large, `ValueError` for options that
-        cannot be, `StoreBusy` or `StoreError` when the store refused: then nothing was
-        inserted (with a `key` the call is safe to repeat in any case).
+        It becomes due `delay` seconds from now, or at `run_at` (the past means now). At its
+        `deadline` it ends failed, "deadline": unstarted, or with its handler cancelled. Under
+        Trio's MockClock it is `trio_jobs.testing.EPOCH` plus `trio.current_time()`.
+
+        A `key` that a queued or running job of this kind has gives that job, and nothing is
+        inserted. Raises `PayloadError` for a payload that does not fit its type or is too
+        large, `ValueError` for options that cannot be, `StoreBusy` or `StoreError` when the
+        store refused: then nothing was inserted, unless the message says that the outcome is
+        unknown (with a `key` the call is safe to repeat).
         """
         now = self._clock.now()
         due = self._due(now, delay, run_at)
@@ -544,10 +549,10 @@ def _not_found(id: int) -> JobNotFound:
 
 
 def _why(row: Row) -> str:
-    reason = "no message" if row.failure is None else row.failure.message
     if row.state is State.CANCELLED:
-        reason = "cancelled"
-    elif row.failure is not None and row.failure.type is not None:
+        return f"job {row.id} ({row.kind}) was cancelled"
+    reason = "no message" if row.failure is None else row.failure.message
+    if row.failure is not None and row.failure.type is not None:
         reason = f"{reason} ({row.failure.type})"
     return f"job {row.id} ({row.kind}) {row.state.value}: {reason}"
 

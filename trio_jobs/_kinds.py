@@ -5,11 +5,10 @@ All of it is inert: a web process imports kinds to enqueue, and never a handler.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
-from ._checks import is_async, priority_of, seconds, text
+from ._checks import is_async, name_of, priority_of, seconds, text
 from ._codec import Codec
 from ._model import Policy
 from ._retry import Retry
@@ -124,7 +123,7 @@ class Handler:
     ) -> None:
         if not is_async(fn):
             raise TypeError(
-                f"the handler of kind {kind.name!r} must be an async function, not {_name_of(fn)}"
+                f"the handler of kind {kind.name!r} must be an async function, not {name_of(fn)}"
             )
         self.kind = kind
         self.fn = fn
@@ -134,7 +133,7 @@ class Handler:
         return await self.fn(attempt)
 
     def __repr__(self) -> str:
-        return f"<Handler of {self.kind.name!r}: {_name_of(self.fn)}>"
+        return f"<Handler of {self.kind.name!r}: {name_of(self.fn)}>"
 
 
 def policy_of(retry: Retry, on_interrupt: Literal["retry", "fail"]) -> Policy:
@@ -144,9 +143,3 @@ def policy_of(retry: Retry, on_interrupt: Literal["retry", "fail"]) -> Policy:
         on_interrupt=on_interrupt,
         wait=lambda job_id, attempt: round(retry.wait(job_id, attempt) * 1_000_000),
     )
-
-
-def _name_of(fn: object) -> str:
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return getattr(fn, "__qualname__", type(fn).__name__)

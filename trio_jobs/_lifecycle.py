@@ -141,7 +141,7 @@ def ended(row: Row, end: End, policy: Policy, now: Instant) -> Change:
     match end:
         case Returned(result):
             after = _final(row, Event.RETURNED, State.SUCCEEDED, now, result=result, failure=None)
-            return Change(before=row, after=after)
+            return _with_result(row, after)
         case Raised(failure, outcome):
             if row.attempt >= policy.attempts:
                 return _finish(row, Event.RAISED, State.DEAD, now, outcome, failure)
@@ -238,7 +238,13 @@ def retried(row: Row, now: Instant) -> Change:
 
 def published(row: Row, result: bytes) -> Change:
     """A partial result of a running attempt."""
-    return Change(before=row, after=msgspec.structs.replace(row, result=result))
+    return _with_result(row, msgspec.structs.replace(row, result=result))
+
+
+def _with_result(row: Row, after: Row) -> Change:
+    # Another publication may be under way; so the result is written also where it seems to be
+    # there already.
+    return Change(before=msgspec.structs.replace(row, result=None), after=after)
 
 
 def is_lost(row: Row, now: Instant) -> bool:

@@ -180,8 +180,8 @@ class Claimed(msgspec.Struct, frozen=True, kw_only=True):
     more: bool
     """`limit` was reached: there may be more due rows."""
     next_due: Instant | None
-    """When the next served row becomes due, or the next lease ends; may be in the past only
-    while `more` or `lost_waiting`."""
+    """When the next served row becomes due, or the next lease ends (lost rows that wait are
+    `lost_waiting`); in the past only while `more`."""
     next_deadline: Instant | None
     """When the next queued row of any kind reaches its deadline."""
     cancelled: list[Fence]

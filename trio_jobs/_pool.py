@@ -164,8 +164,9 @@ class Pool:
         allowance = self._engine.probation.reserve(self._clock.now())
         held = self._engine.held_ids()
 
-        # Called when its batch is formed: the room is that of the last moment, and so are
-        # the instants, from which the leases count.
+        # Called by the writing thread when its batch is formed: the room is that of the last
+        # moment, and so are the instants, from which the leases count. What is heard after
+        # `claim_was_formed` makes the pool ask again, so it comes before all that is read.
         def claim() -> Claim:
             self._agenda.claim_was_formed()
             now = self._clock.now()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from ._checks import seconds
+from . import _checks
 
 Backoff: TypeAlias = Callable[[int], float]
 """Number of the attempt that failed, from 1, to seconds until the next one."""
@@ -28,13 +28,14 @@ _log = logging.getLogger("trio_jobs")
 
 def quadratic(base: float, *, cap: float = DAY) -> Backoff:
     """base, 4 base, 9 base, ... seconds, at most `cap`."""
-    base, cap = seconds(base, "base"), seconds(cap, "cap")
+    base, cap = _checks.seconds(base, "base"), _checks.seconds(cap, "cap")
     return lambda attempt: min(base * attempt * attempt, cap)
 
 
 def exponential(base: float, *, factor: float = 2, cap: float = DAY) -> Backoff:
     """base, factor x base, factor^2 x base, ... seconds, at most `cap`."""
-    base, factor, cap = seconds(base, "base"), seconds(factor, "factor"), seconds(cap, "cap")
+    base, cap = _checks.seconds(base, "base"), _checks.seconds(cap, "cap")
+    factor = _checks.seconds(factor, "factor")
 
     def backoff(attempt: int) -> float:
         try:
@@ -45,9 +46,9 @@ def exponential(base: float, *, factor: float = 2, cap: float = DAY) -> Backoff:
     return backoff
 
 
-def constant(seconds_between: float) -> Backoff:
+def constant(seconds: float) -> Backoff:
     """The same wait every time: seconds."""
-    wait = seconds(seconds_between, "seconds")
+    wait = _checks.seconds(seconds, "seconds")
     return lambda attempt: wait
 
 
@@ -77,7 +78,7 @@ class Retry:
             raise ValueError(f"attempts must be 1 or more, not {self.attempts}")
         if not callable(self.backoff):
             raise TypeError(f"backoff must be a callable, not {type(self.backoff).__name__}")
-        seconds(self.jitter, "jitter")
+        _checks.seconds(self.jitter, "jitter")
 
     def wait(self, job_id: int, attempt: int) -> float:
         """Seconds from the failure of this attempt to the next start; never raises."""

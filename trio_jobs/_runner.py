@@ -8,7 +8,7 @@ from typing import Final
 
 import trio
 
-from ._checks import is_async, seconds
+from ._checks import is_async, name_of, seconds
 from ._clock import instant_of
 from ._engine import Engine, Once, Statistics as Statistics, Unhandled
 from ._jobs import Jobs
@@ -123,7 +123,7 @@ def _pools(
     for handler in handlers:
         if not isinstance(handler, Handler):
             raise TypeError(
-                f"handlers are made by Kind.handled_by; {type(handler).__name__} is none"
+                f"{name_of(handler)!r} is no Handler: bind a function with @kind.handled_by"
             )
         if by_kind.setdefault(handler.kind.name, handler) is not handler:
             raise ValueError(f"kind {handler.kind.name!r} has two handlers")
@@ -137,7 +137,9 @@ def _pools(
     if isinstance(queues, str):
         raise TypeError(f"queues must be names or a mapping, not the str {queues!r}")
     missing = set(queues) - {handler.kind.queue for handler in by_kind.values()}
-    if missing or not queues:
+    if not queues:
+        raise ValueError("queues must name at least one queue, or be None for all")
+    if missing:
         raise ValueError(f"no handler is for queue {', '.join(map(repr, sorted(missing)))}")
     if isinstance(queues, Mapping):
         return [

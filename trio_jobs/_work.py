@@ -6,7 +6,6 @@ Signals come in as values, and stopping is cancelling the scope around `serve`.
 from __future__ import annotations
 
 import importlib
-import inspect
 import logging
 import os
 import signal
@@ -19,6 +18,7 @@ from typing import Final, NoReturn
 import click
 import trio
 
+from ._checks import is_async, name_of
 from ._jobs import open_jobs
 from ._kinds import Handler
 from ._runner import Runner, serve
@@ -90,22 +90,28 @@ def load_handlers(reference: str) -> list[Handler]:
     """What `MODULE:HANDLERS` names: a handler, several, or a function that gives them."""
     module_name, _, attribute = reference.partition(":")
     if not all(name.isidentifier() for name in [*module_name.split("."), attribute]):
-        raise BadArgument(f"{reference!r} is not MODULE:HANDLERS")
+        raise BadArgument(f"{reference!r} is not MODULE:HANDLERS, as in app.tasks:HANDLERS")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     value = _attribute(module_name, attribute)
-    if callable(value) and not isinstance(value, Handler):
-        value = value()
-        if inspect.iscoroutine(value):
-            value.close()
     if isinstance(value, Handler):
         return [value]
-    handlers = list(value) if isinstance(value, Iterable) else []
-    if not handlers or not all(isinstance(one, Handler) for one in handlers):
+    if is_async(value):
         raise BadArgument(
-            f"{reference} must be a Handler, or some of them in an iterable, "
-            f"or a function that returns that; it gave {type(value).__name__}"
+            f"{reference} is an async function, no Handler: bind it with @kind.handled_by"
         )
+    if callable(value):
+        value = value()
+    handlers: list[Handler] = []
+    for one in value if isinstance(value, Iterable) else [value]:
+        if not isinstance(one, Handler):
+            raise BadArgument(
+                f"{reference} must be a Handler, or some of them in an iterable, "
+                f"or a function that returns that; it gave {name_of(one)}"
+            )
+        handlers.append(one)
+    if not handlers:
+        raise BadArgument(f"{reference} is empty: no handlers to work with")
     return handlers
 
 

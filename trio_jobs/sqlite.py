@@ -132,6 +132,7 @@ class SqliteStore:
         self._process: int | None = None
         self._is_closing = False
         self._has_lock = False
+        self._is_waiting = False
         # Each guards one connection; in memory there is only the one.
         self._writing = threading.RLock()
         self._reading = self._writing if self._is_memory else threading.RLock()
@@ -253,7 +254,10 @@ class SqliteStore:
     def transaction(self) -> Iterator[None]:
         self._check_process()
         with self._writing:
-            connection = self._begin()
+            try:
+                connection = self._begin()
+            finally:
+                self._is_waiting = False
             self._has_lock = True
             try:
                 changes = connection.total_changes
@@ -389,9 +393,11 @@ class SqliteStore:
 
     @_verb("looking at the lock")
     def is_unlocked(self) -> bool:
-        # What we hold ourselves no other connection holds.
-        if self._has_lock or not self._writing.acquire(timeout=0.01):
-            return self._has_lock
+        # Our own writing thread may be at it: what it holds nobody else does, and while it
+        # waits somebody else does. In between it takes no time.
+        while not self._writing.acquire(timeout=0.001):
+            if self._has_lock or self._is_waiting:
+                return self._has_lock
         try:
             connection = self._need(self._writer)
             if connection.in_transaction:
@@ -463,6 +469,7 @@ class SqliteStore:
             try:
                 return connection.execute(sql, values)
             except StoreBusy as error:
+                self._is_waiting = self._is_waiting or connection is self._writer
                 if self._is_closing or waited >= self._busy_timeout:
                     raise StoreBusy(f"{error} (waited {waited:.3g} s)") from error
             # SQLite's own waiting starves the slowest of four busy processes, short random
