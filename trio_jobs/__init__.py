@@ -49,8 +49,12 @@ from ._runner import (
 )
 from .sqlite import SqliteStore as SqliteStore
 
-# Users import from here, so that is where tracebacks and help() say the names live.
-for _name, _value in list(globals().items()):
-    if not _name.startswith("_") and getattr(_value, "__module__", "").startswith("trio_jobs."):
-        _value.__module__ = "trio_jobs"
-del _name, _value
+
+def _say_where_names_live(names: dict[str, object]) -> None:
+    # Users import from here, so tracebacks and help() say so.
+    for name, value in names.items():
+        if not name.startswith("_") and getattr(value, "__module__", "").startswith(__name__):
+            value.__module__ = __name__
+
+
+_say_where_names_live(globals())
