@@ -10,7 +10,8 @@ import pytest
 import trio_jobs
 from trio_jobs import Jobs, SqliteStore
 
-STORES = ["memory", "file", "apsw"]
+# What is said of both drivers is said in test_store.py; above the store they are the same.
+STORES = ["memory", "file"]
 
 
 @pytest.fixture(params=STORES)
@@ -18,8 +19,6 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> SqliteStore:
     """A store of each kind, not yet open."""
     if request.param == "memory":
         return SqliteStore(":memory:")
-    if request.param == "apsw":
-        return SqliteStore(tmp_path / "jobs.db", driver="apsw")
     return SqliteStore(tmp_path / "jobs.db")
 
 

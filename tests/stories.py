@@ -27,7 +27,7 @@ S = TypeVar("S", bound=SqliteStore)
 
 Does: TypeAlias = Callable[[Attempt[Any, Any]], Awaitable[Any]]
 
-STORES = ["memory", "file", "apsw"]
+STORES = ["memory", "file"]
 
 
 def make_store(where: str, folder: Path, cls: type[S], **settings: Any) -> S:
