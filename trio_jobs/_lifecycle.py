@@ -66,7 +66,6 @@ class IllegalTransition(Exception):
 
     def __init__(self, row: Row, event: Event) -> None:
         super().__init__(f"job {row.id} is {row.state.value}: {event.value} is not possible")
-        self.row = row
 
 
 # How an attempt ended, as its runner saw it.
