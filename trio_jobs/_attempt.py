@@ -11,6 +11,7 @@ import enum
 import logging
 import math
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import msgspec
@@ -18,7 +19,7 @@ import outcome
 import trio
 
 from . import _checks, _lifecycle
-from ._bridge import Bridge, Write
+from ._bridge import Bridge
 from ._clock import MICROSECONDS, Clock, microseconds
 from ._codec import safe_text
 from ._errors import LeaseLost, PayloadError, StoreError
@@ -133,23 +134,35 @@ class Stop(enum.Enum):
     SHUTDOWN = enum.auto()
 
 
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What all executions of a runner share."""
+
+    jobs: Jobs
+    bridge: Bridge
+    clock: Clock
+    max_payload: int
+    lease: int
+    """Microseconds."""
+    decision_now: Callable[[], Instant]
+    """The instant that ends are decided by."""
+    watches_deadlines: bool
+
+
 class Execution:
     """One claimed job in the hands of a runner."""
 
     __slots__ = (
-        "_bridge",
-        "_clock",
-        "_deadline",
-        "_decision_now",
-        "_jobs",
-        "_lease",
+        "_host",
         "_may_be_written",
         "_payload",
+        "_repeat",
         "_scope",
         "_stops",
         "_timeout_at",
         "_was",
-        "_written",
+        "began_at",
+        "fence",
         "handler",
         "is_given_up",
         "is_handling",
@@ -160,18 +173,11 @@ class Execution:
     )
 
     def __init__(
-        self,
-        claimed: ClaimedJob,
-        handler: Handler,
-        jobs: Jobs,
-        *,
-        lease: int,
-        kept_from: Instant,
-        deadline: Instant | None,
-        decision_now: Callable[[], Instant],
-        written: Callable[[Execution, Change], None],
+        self, claimed: ClaimedJob, handler: Handler, host: Host, kept_from: Instant
     ) -> None:
-        self.row = claimed.row
+        row = claimed.row
+        self.row = row
+        self.fence: Fence = (row.id, row.claims)
         self.handler = handler
         self.is_handling = False
         """The handler is under way."""
@@ -181,28 +187,20 @@ class Execution:
         """Its end could not be written while the lease lasted."""
         self.kept_from = kept_from
         """The instant the newest committed lease was computed from."""
+        self.began_at = kept_from
         self.keyboard_interrupt: BaseException | None = None
         self._payload: bytes | None = claimed.payload
         self._was = claimed.was
-        self._jobs = jobs
-        self._bridge: Bridge = jobs._bridge
-        self._clock: Clock = jobs._clock
-        self._deadline = deadline
-        self._decision_now = decision_now
-        self._written = written
-        self._lease = lease
+        self._host = host
         self._scope: trio.CancelScope | None = None
         self._stops: set[Stop] = set()
         self._timeout_at: Instant | None = None
         self._may_be_written = False
-
-    @property
-    def fence(self) -> Fence:
-        return self.row.fence
+        self._repeat = FIRST_REPEAT
 
     @property
     def lease_until(self) -> Instant:
-        return self.kept_from + self._lease
+        return self.kept_from + self._host.lease
 
     # What the runner's loops do to it.
 
@@ -224,6 +222,14 @@ class Execution:
             _log.warning("%s has lost its lease; the attempt is stopped", self)
             self.stop(Stop.FENCE)
 
+    def first_limit(self) -> Instant:
+        """When `check` may first have something to do."""
+        host = self._host
+        limit = self.kept_from + host.lease - host.lease // 6
+        if self._timeout_at is not None or self.row.deadline is not None:
+            limit = min(at for _, at in self._limits(self.began_at))
+        return limit
+
     def next_limit(self, now: Instant) -> Instant | None:
         """When `check` will have something to do; None if nothing is left to act on."""
         return min((at for _, at in self._limits(now) if at > now), default=None)
@@ -239,21 +245,22 @@ class Execution:
 
     def _limits(self, now: Instant) -> list[tuple[Stop, Instant]]:
         """Each limit that has not been acted on, with the first instant to act on it."""
-        limits = [(Stop.FENCE, self.lease_until - self._lease // 6)]
+        limits = [(Stop.FENCE, self.lease_until - self._host.lease // 6)]
         if self._timeout_at is not None:
-            left = self._timeout_at - self._clock.ticks()
+            left = self._timeout_at - self._host.clock.ticks()
             limits.append((Stop.TIMEOUT, now + left + STRICTLY_AFTER))
-        if self._deadline is not None:
-            limits.append((Stop.DEADLINE, self._deadline + STRICTLY_AFTER))
+        if self.row.deadline is not None and self._host.watches_deadlines:
+            limits.append((Stop.DEADLINE, self.row.deadline + STRICTLY_AFTER))
         return [limit for limit in limits if limit[0] not in self._stops]
 
     # What a worker does with it.
 
     async def run(self, begins: Callable[[Execution], None]) -> End:
         """Start the handler and see how it ends; `begins` is called if it does start."""
-        row, kind = self.row, self.handler.kind
-        late = row.deadline is not None and row.deadline <= self._decision_now()
-        if late or self._stops or self._clock.now() >= self.lease_until:
+        row, host, kind = self.row, self._host, self.handler.kind
+        now = host.clock.now()
+        late = row.deadline is not None and row.deadline <= host.decision_now()
+        if late or self._stops or now >= self.lease_until:
             return _lifecycle.NeverStarted(self._was)
         assert self._payload is not None
         try:
@@ -268,15 +275,16 @@ class Execution:
             job_id=row.id,
             kind=row.kind,
             token=row.claims,
-            jobs=self._jobs,
+            jobs=host.jobs,
             publish=self._publish,
             read_published=self._published_so_far,
         )
         if kind.timeout is not None:
-            self._timeout_at = self._clock.ticks() + microseconds(kind.timeout)
+            self._timeout_at = host.clock.ticks() + microseconds(kind.timeout)
         returned = False
         value: object = None
         raised: BaseException | None = None
+        self.began_at = now
         self.is_handling = True
         begins(self)
         self._scope = trio.CancelScope()
@@ -289,7 +297,7 @@ class Execution:
         finally:
             self._scope = None
             self.is_handling = False
-        if trio.current_effective_deadline() == -math.inf:
+        if not returned and trio.current_effective_deadline() == -math.inf:
             self._stops.add(Stop.SHUTDOWN)  # the runner itself is being cancelled
         try:
             return self._verdict(kind, returned, value, raised)
@@ -297,73 +305,50 @@ class Execution:
             _log.error("%s ended with something that cannot be looked at", self, exc_info=error)
             return _lifecycle.Raised(Failure(_INTERNAL_ERROR, "unknown"))  # noqa: ASYNC104
 
-    async def settle(self, end: End, submit: Callable[[Write], None]) -> Change | None:
-        """Write the end under the fence; None if the attempt was over already.
+    # What its pool does with its end.
 
-        Raises `StoreError` if the store refused to write; see `settle_patiently`.
-        """
-        while not self.is_over:
-            policy = self.handler.kind.policy
-            change = _lifecycle.ended(self.row, end, policy, self._decision_now())
-            # Told before anybody who waits for the job is woken, and before a pool hears that
-            # the row is due again: the runner is never behind.
-            write = Write("apply", [change], self._tell_if_written(change))
-            submit(write)
-            refused: Refused | None
-            try:
-                [refused] = await self._bridge.outcome_of(write)
-            except StoreError as error:
-                self._may_be_written = self._may_be_written or error.is_outcome_unknown
-                raise
-            if refused is not None and self._is_own_end(change.after, refused.row):
-                self._written(self, change)
-                self._jobs._tell([change.after])
-                refused = None
-            if refused is None:
-                self.is_over = True
-                return change
-            if refused.row is not None and self._is_held(refused.row):
-                self.row = refused.row  # a cancel was requested: decide again
-            else:
-                self.lose()
-        return None
+    def not_started(self) -> End:
+        """The end that gives the row back as it was before the claim."""
+        return _lifecycle.NeverStarted(self._was)
 
-    def _tell_if_written(self, change: Change) -> Callable[[outcome.Outcome[Any]], None]:
-        def done(result: outcome.Outcome[Any]) -> None:
-            if isinstance(result, outcome.Value) and result.value == [None]:
-                self._written(self, change)
+    def decide(self, end: End) -> Change:
+        """What its end makes of the row as it is known here."""
+        return _lifecycle.ended(self.row, end, self.handler.kind.policy, self._host.decision_now())
 
-        return done
+    def is_written(self, change: Change, refused: Refused | None) -> bool:
+        """Whether this was the end of it. If not: `lose` was called if somebody else has the
+        row, else it is to be decided again (a cancel was requested)."""
+        if refused is None:
+            self.is_over = True
+        elif self._is_own_end(change.after, refused.row):
+            self.is_over = True
+        elif refused.row is not None and self._is_held(refused.row):
+            self.row = refused.row
+            return False
+        else:
+            self.lose()
+            return False
+        return True
 
-    async def settle_patiently(self, end: End) -> Change | None:
-        """Settle with a store that refuses: ask again until the lease ends.
+    def was_not_written(self, error: StoreError) -> bool:
+        """The store refused. True: after `wait_for_store` it is tried again. False: the lease is
+        over, and the row belongs to whoever claims it."""
+        self._may_be_written = self._may_be_written or error.is_outcome_unknown
+        if self._repeat > 0:
+            return True
+        self.is_over = self.is_given_up = True
+        _log.error("%s: its end could not be written, given up: %s", self, error)
+        return False
 
-        After that the row belongs to whoever claims it, and None is returned.
-        """
-        wait = FIRST_REPEAT
-        while True:
-            left = (self.lease_until - self._clock.now()) / MICROSECONDS
-            await trio.sleep(max(0, min(wait, left)))
-            wait = min(2 * wait, LONGEST_REPEAT)
-            try:
-                return await self.settle(end, self._bridge.submit)
-            except StoreError as error:
-                if left <= 0:
-                    self.is_over = self.is_given_up = True
-                    _log.error("%s: its end could not be written, given up: %s", self, error)
-                    return None
-
-    async def hand_back(self) -> Change | None:
-        """Give the row back as it was before the claim."""
-        end = _lifecycle.NeverStarted(self._was)
-        try:
-            return await self.settle(end, self._bridge.submit)
-        except StoreError:
-            return await self.settle_patiently(end)
+    async def wait_for_store(self) -> None:
+        """Longer each time, and at most until the lease ends: then it is tried once more."""
+        left = (self.lease_until - self._host.clock.now()) / MICROSECONDS
+        await trio.sleep(max(0, min(self._repeat, left)))
+        self._repeat = min(2 * self._repeat, LONGEST_REPEAT) if left > 0 else 0
 
     async def _publish(self, value: object) -> None:
         codec = self.handler.kind.result_codec
-        data = codec.encode(value, self._jobs._max_payload)
+        data = codec.encode(value, self._host.max_payload)
 
         def done(result: outcome.Outcome[Any]) -> None:
             # In commit order: tasks that publish at the same time are woken in any.
@@ -371,7 +356,7 @@ class Execution:
                 self.row = msgspec.structs.replace(self.row, result=data)
 
         while self.is_handling and not self.is_over:
-            [refused] = await self._bridge.apply([_lifecycle.published(self.row, data)], done)
+            [refused] = await self._host.bridge.apply([_lifecycle.published(self.row, data)], done)
             if refused is None:
                 return
             if refused.row is None or not self._is_held(refused.row):
@@ -417,7 +402,7 @@ class Execution:
 
     def _returned(self, kind: Kind[Any, Any], value: object) -> End:
         try:
-            return _lifecycle.Returned(kind.result_codec.encode(value, self._jobs._max_payload))
+            return _lifecycle.Returned(kind.result_codec.encode(value, self._host.max_payload))
         except BaseException as error:  # noqa: ASYNC103 - a value runs code when it is encoded
             _log.error("%s: %s", self, _safe_to_log(error))
             return _lifecycle.RefusedForGood(_NO_FIT)  # noqa: ASYNC104

@@ -42,6 +42,7 @@ class Write:
 
     `done` is called on the Trio thread when `result` holds the outcome. `items` may be a
     function: then it is called when the batch is formed, so that what it says is fresh.
+    Where one of several changes fails, the result has its error in the place of an answer.
     """
 
     __slots__ = ("done", "is_taken", "items", "result", "verb")
@@ -329,10 +330,26 @@ def _commit(store: Store, batch: Sequence[Write]) -> None:
             isinstance(error, StoreError) and (error.is_permanent or error.is_outcome_unknown)
         )
         for write in batch:
-            if len(batch) == 1 or hopeless:
-                write.result = outcome.Error(_copy(error))
-            else:
+            if not hopeless and len(batch) > 1:
                 _commit(store, [write])
+            elif not hopeless and write.verb == "apply" and len(write.items) > 1:
+                write.result = outcome.Value(_one_by_one(store, write.items))
+            else:
+                write.result = outcome.Error(_copy(error))
+
+
+def _one_by_one(store: Store, changes: Sequence[Change]) -> list[Refused | Exception | None]:
+    answers: list[Refused | Exception | None] = []
+    for change in changes:
+        alone = Write("apply", [change])
+        _commit(store, [alone])
+        if isinstance(alone.result, outcome.Error):
+            assert isinstance(alone.result.error, Exception)
+            answers.append(alone.result.error)
+        else:
+            assert isinstance(alone.result, outcome.Value)
+            answers += alone.result.value
+    return answers
 
 
 def _tidy(store: Store) -> None:

@@ -15,7 +15,7 @@ from typing import Final, Literal, TypeAlias
 
 import trio
 
-from ._attempt import Attempt, Execution, Fail, Stop
+from ._attempt import Attempt, Execution, Fail, Host, Stop
 from ._clock import microseconds
 from ._errors import StoreError
 from ._jobs import Jobs
@@ -95,11 +95,21 @@ class Engine:
         self._known = known
         self._unhandled_rule: Unhandled = unhandled
         self._unhandled: set[str] = set()
+        self.host = Host(
+            jobs=jobs,
+            bridge=self.bridge,
+            clock=self.clock,
+            max_payload=jobs._max_payload,
+            lease=self.lease,
+            decision_now=self.decision_now,
+            # Where time stands still (`run_once(now)`), none passes while a handler runs.
+            watches_deadlines=once is None or once.now is None,
+        )
         self._keeper = Keeper(
             self.bridge, self.clock, poll=poll, lease=self.lease, met_trouble=self.met_trouble
         )
         self._pools = [Pool(self, served, workers) for served, workers in pools]
-        self._spent: frozenset[int] = frozenset()
+        self._spent: set[int] = set()
         self._started = self._succeeded = self._failed = self._retried = self._lost = 0
         self._trouble: str | None = None
         self._warned: set[str] = set()
@@ -162,6 +172,7 @@ class Engine:
                         self.nursery.start_soon(self._keeper.watch_limits)
                         for pool in self._pools:
                             self.nursery.start_soon(pool.poll)
+                            self.nursery.start_soon(pool.write_ends)
                             for _ in range(pool.workers):
                                 self.nursery.start_soon(pool.work)
                         await self._stop.wait()
@@ -266,29 +277,31 @@ class Engine:
         """Its end is on disk."""
         self.count(change)
         if self.once is not None and self._is_due_again(change.after, self.once):
-            self._spent |= {change.after.id}
+            self._spent.add(change.after.id)
         self._let_go(execution)
 
     def _is_due_again(self, row: Row, once: Once) -> bool:
         return row.state is State.QUEUED and row.run_at <= max(once.due_by, row.enqueued_at)
 
+    def lost(self, execution: Execution) -> None:
+        """Somebody else has its row."""
+        self._lost += 1
+        self._let_go(execution)
+
+    def gave_up(self, execution: Execution) -> None:
+        """Its end could not be written while the lease lasted."""
+        self._let_go(execution)
+        # It is lost now, and counted when it is taken up, maybe here and at once.
+        for pool in self._pools:
+            pool.wake()
+
     def _let_go(self, execution: Execution) -> None:
         self._keeper.drop(execution)
         if self.probation.ended(execution.fence):
             self.lost_jobs_may_start()
-
-    def ended(self, execution: Execution, change: Change | None) -> None:
-        """A worker is through with it: written, lost or given up."""
-        self._let_go(execution)
-        if execution in self._unwritten:
+        if self._unwritten and execution in self._unwritten:
             self._unwritten.discard(execution)
             self._worked_again()
-        if execution.is_given_up:
-            # It is lost now, and counted when it is taken up, maybe here and at once.
-            for pool in self._pools:
-                pool.wake()
-        elif change is None:
-            self._lost += 1
         self.progress()
 
     def lost_jobs_may_start(self) -> None:
@@ -310,18 +323,13 @@ class Engine:
 
     def held_ids(self) -> frozenset[int]:
         """Ids no claim may give us: in hand, or started before in this `run_once`."""
-        return self._spent | {id for id, _ in self._keeper.in_hand}
+        return frozenset(self._spent.union(id for id, _ in self._keeper.in_hand))
 
     def decision_now(self) -> Instant:
         """The instant decisions are made by: backoff, deadlines, what is due."""
         if self.once is not None and self.once.now is not None:
             return self.once.now
         return self.clock.now()
-
-    def deadline_of(self, row: Row) -> Instant | None:
-        """The deadline to watch while it runs: none where time stands still (`run_once(now)`)."""
-        is_still = self.once is not None and self.once.now is not None
-        return None if is_still else row.deadline
 
     def met_trouble(self, error: StoreError, what: str) -> None:
         """The store refused: warn once for each kind of call until claims go well again."""

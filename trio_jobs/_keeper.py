@@ -46,9 +46,7 @@ class Keeper:
     def begins(self, execution: Execution) -> None:
         """Its handler starts now: from here its lease and its limits count."""
         self._renewal.bring_forward(self._renewal_of(execution))
-        limit = execution.next_limit(self._clock.now())
-        if limit is not None:
-            self._limit.bring_forward(limit)
+        self._limit.bring_forward(execution.first_limit())
 
     def drop(self, execution: Execution) -> None:
         self.in_hand.pop(execution.fence, None)

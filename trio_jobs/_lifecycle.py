@@ -17,6 +17,8 @@ from ._model import Change, Failure, Instant, Outcome, PastStart, Policy, Row, S
 
 
 class Event(enum.Enum):
+    __hash__ = object.__hash__  # members are singletons, and Enum's own is no C
+
     CLAIMED = "claimed"
     RETURNED = "returned a value that fits"
     RAISED = "raised, or timed out"
@@ -243,7 +245,8 @@ def published(row: Row, result: bytes) -> Change:
 def _with_result(row: Row, after: Row) -> Change:
     # Another publication may be under way; so the result is written also where it seems to be
     # there already.
-    return Change(before=msgspec.structs.replace(row, result=None), after=after)
+    before = row if row.result is None else msgspec.structs.replace(row, result=None)
+    return Change(before=before, after=after)
 
 
 def is_lost(row: Row, now: Instant) -> bool:

@@ -35,6 +35,8 @@ class State(enum.Enum):
     DEAD = "dead"
     CANCELLED = "cancelled"
 
+    __hash__ = object.__hash__  # members are singletons, and Enum's own is no C
+
     @property
     def is_final(self) -> bool:
         """True when only a retry by hand can move the job again."""

@@ -1,31 +1,42 @@
 """A poller and its workers: claims rows when there is room, and starts what it claimed.
 
-A fixed number of long-lived workers; a job costs no task, nursery or channel. Finished
-jobs and the next claim go to the store together, in one transaction.
+A fixed number of long-lived workers; a job costs no task, nursery or channel. A worker
+goes on to the next job while the end of the last is being written: what ends in one tick
+goes to the store together, with the next claim, in one transaction.
 """
 
 from __future__ import annotations
 
 import contextvars
+import functools
 from collections import deque
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import outcome
 import trio
 
 from . import _lifecycle
 from ._agenda import Agenda
-from ._attempt import Execution, Stop
-from ._bridge import Write
+from ._attempt import Execution, Host, Stop
+from ._bridge import MAX_BATCH, Write
 from ._clock import Alarm, microseconds
 from ._errors import StoreError
 from ._kinds import Handler
-from ._model import Claim, Claimed, Instant, Row
+from ._lifecycle import End
+from ._model import Change, Claim, Claimed, Instant, Refused, Row
 from ._probation import Allowance
 
 if TYPE_CHECKING:
     from ._engine import Engine
+
+
+class Ending(NamedTuple):
+    """An execution that is through, and what is to be written of it."""
+
+    execution: Execution
+    end: End
+    change: Change
 
 
 class Pool:
@@ -42,7 +53,10 @@ class Pool:
         self._handlers = dict(handlers)
         self._policies = {name: one.kind.policy for name, one in handlers.items()}
         self._room = workers
+        self._host = engine.host
         self._ready: deque[Execution] = deque()
+        self._ended: list[Ending] = []
+        self._has_ended = trio.lowlevel.ParkingLot()
         self._idle: list[trio.lowlevel.Task] = []
         self._context = contextvars.copy_context()
         self._alarm = Alarm(engine.clock, engine.poll)
@@ -93,15 +107,12 @@ class Pool:
             execution = self._ready.pop()
             execution.stop(Stop.SHUTDOWN)
             self._room += 1
-            self._engine.nursery.start_soon(self._hand_back, execution)
+            self._write_end(execution, execution.not_started())
 
     def withdraw_claim(self) -> None:
         """Claim nothing any more, if it is not too late."""
         if self._claim_under_way is not None and self._bridge.withdraw(self._claim_under_way):
             self.is_claiming = False
-
-    async def _hand_back(self, execution: Execution) -> None:
-        self._engine.ended(execution, await execution.hand_back())
 
     # The poller.
 
@@ -207,7 +218,9 @@ class Pool:
         elif self._agenda.is_lost_waiting and self._is_outdated(allowance, result):
             self.wake()
         self._engine.progress()
-        self._alarm.ring()
+        instant = self._next_instant()
+        if instant is not None:
+            self._alarm.bring_forward(instant)
 
     def _is_outdated(self, given: Allowance, result: outcome.Outcome[Any]) -> bool:
         """More lost jobs may start now than when the claim was made: one was proven since."""
@@ -244,14 +257,7 @@ class Pool:
         self._room -= len(claimed.jobs)
         for job in claimed.jobs:
             execution = Execution(
-                job,
-                self._handlers[job.row.kind],
-                self._engine.jobs,
-                lease=self._engine.lease,
-                kept_from=claim.lease_now,
-                deadline=self._engine.deadline_of(job.row),
-                decision_now=self._engine.decision_now,
-                written=self._engine.wrote,
+                job, self._handlers[job.row.kind], self._host, claim.lease_now
             )
             self._engine.takes(execution, job)
             self._ready.append(execution)
@@ -281,27 +287,12 @@ class Pool:
             if execution.keyboard_interrupt is not None:
                 self._engine.fail(execution.keyboard_interrupt)
             self._make_room()
-            try:
-                change = await execution.settle(end, self._submit_with_claim)
-            except StoreError as error:
-                # The worker stays with this one, so what was claimed for it goes back.
-                self._room -= 1
-                self.hand_back_waiting(keep=len(self._idle))
-                self._engine.cannot_write_end(execution, error)
-                change = await execution.settle_patiently(end)
-                self._make_room()
-            self._engine.ended(execution, change)
+            self._write_end(execution, end)
 
     def _make_room(self) -> None:
         self._room += 1
         if self._agenda.next_due is not None:  # without room it was no reason to wake
             self._alarm.bring_forward(self._agenda.next_due)
-
-    def _submit_with_claim(self, end: Write) -> None:
-        if self._wants_claim():
-            self._bridge.submit(end, self._new_claim())
-        else:
-            self._bridge.submit(end)
 
     async def _next(self) -> Execution:
         # Each job sees a context of its own; a task takes a new one up when it is resumed.
@@ -319,3 +310,62 @@ class Pool:
 
         next_one: Execution = await trio.lowlevel.wait_task_rescheduled(abort)
         return next_one
+
+    # Their ends.
+
+    def _write_end(self, execution: Execution, end: End) -> None:
+        if execution.is_over:
+            self._engine.lost(execution)
+            return
+        self._ended.append(Ending(execution, end, execution.decide(end)))
+        self._has_ended.unpark()
+
+    @trio.lowlevel.enable_ki_protection
+    async def write_ends(self) -> None:
+        """Hand over what has ended. It is woken by the first, and runs when all who could run
+        in that tick have: so their ends are one write, and nobody has waited for a timer."""
+        while True:
+            if not self._ended:
+                await self._has_ended.park()
+            endings, self._ended = self._ended, []
+            write = Write("apply", [ending.change for ending in endings])
+            write.done = functools.partial(self._answered, endings)
+            if self._wants_claim():
+                self._bridge.submit(write, self._new_claim())
+            else:
+                self._bridge.submit(write)
+            await trio.lowlevel.cancel_shielded_checkpoint()
+
+    def _answered(self, endings: Sequence[Ending], result: outcome.Outcome[Any]) -> None:
+        """Called before anybody who waits for these jobs is woken, and before a pool hears that
+        one of them is due again: the runner is never behind."""
+        if isinstance(result, outcome.Value):
+            for ending, answer in zip(endings, result.value, strict=True):
+                self._settle(ending, answer)
+        elif isinstance(result, outcome.Error):
+            for ending in endings:
+                self._settle(ending, result.error)
+
+    def _settle(self, ending: Ending, answer: Refused | BaseException | None) -> None:
+        execution, end, change = ending
+        if isinstance(answer, StoreError):
+            if execution.was_not_written(answer):
+                self._engine.cannot_write_end(execution, answer)
+                if not self._engine.is_over:
+                    self._room -= 1
+                    self._engine.nursery.start_soon(self._write_end_later, execution, end)
+            else:
+                self._engine.gave_up(execution)
+        elif isinstance(answer, BaseException):
+            self._engine.fail(answer)
+        elif execution.is_written(change, answer):
+            self._engine.wrote(execution, change)
+            if answer is not None:
+                self._engine.jobs._tell([change.after])
+        else:
+            self._write_end(execution, end)
+
+    async def _write_end_later(self, execution: Execution, end: End) -> None:
+        await execution.wait_for_store()
+        self._make_room()
+        self._write_end(execution, end)
