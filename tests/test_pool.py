@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextvars
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
 from stories import (
+    Does,
     Script,
     Trouble,
     abandon,
@@ -630,3 +632,77 @@ async def test_K7_a_deadline_that_many_jobs_share_ends_them_all(
 
     assert counts[State.FAILED] == 1200
     assert handle.starts == [11]
+
+
+# Workers keep their scope from job to job.
+
+
+async def open_scope_with_deadline(attempt: Attempt[int, int]) -> int:
+    trio.move_on_after(30).__enter__()
+    return 7
+
+
+async def stop_in_the_middle_of_a_generator(attempt: Attempt[int, int]) -> int:
+    async def ticks() -> AsyncIterator[int]:
+        with trio.fail_after(30):
+            yield 7
+
+    ended.append(ticks())  # kept alive, so that nothing closes it
+    return await ended[-1].__anext__()
+
+
+ended: list[Any] = []
+
+
+@pytest.mark.parametrize(
+    "leave_open", [open_scope_with_deadline, stop_in_the_middle_of_a_generator]
+)
+async def test_a_scope_that_a_handler_left_open_is_not_the_next_jobs(
+    leave_open: Does, jobs: Jobs, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    untidy = Kind("untidy", int, int)
+    async with serving(
+        jobs, untidy.handled_by(leave_open), number.handled_by(Script(sleeps(100, 8))), workers=1
+    ):
+        first = await jobs.enqueue(untidy, 1)
+        second = await jobs.enqueue(number, 1)
+        [left, innocent] = await finished(jobs, first, second)
+
+    assert (left.unwrap(), innocent.unwrap(), innocent.attempt) == (7, 8, 1)
+    assert "left a cancel scope or nursery open" in caplog.text
+    assert now() == 100
+
+
+async def test_a_nursery_that_a_handler_left_open_does_not_cancel_the_next_job(
+    jobs: Jobs, autojump_clock: MockClock
+) -> None:
+    async def open_a_nursery(attempt: Attempt[int, int]) -> int:
+        nursery = await trio.open_nursery().__aenter__()
+        nursery.start_soon(fail_in_a_while)
+        return 7
+
+    async def fail_in_a_while() -> None:
+        await trio.sleep(5)
+        raise ValueError
+
+    untidy = Kind("untidy", int, int)
+    innocent = Script(sleeps(100, 8))
+    with pytest.RaisesGroup(RuntimeError, flatten_subgroups=True):  # Trio says so when it ends
+        async with serving(
+            jobs, untidy.handled_by(open_a_nursery), number.handled_by(innocent), workers=1
+        ):
+            await finished(jobs, await jobs.enqueue(untidy, 1))
+            [ended] = await finished(jobs, await jobs.enqueue(number, 1))
+
+    assert (ended.unwrap(), ended.attempt) == (8, 1)
+
+
+async def test_a_worker_whose_job_was_cancelled_does_the_next_one(
+    jobs: Jobs, autojump_clock: MockClock
+) -> None:
+    timed = Kind("timed", int, int, timeout=5, retry=Retry(attempts=1))
+    async with serving(jobs, timed.handled_by(Script(forever, sleeps(4, 8))), workers=1):
+        [late, next_one] = await finished(jobs, *await jobs.enqueue_many(timed, [1, 2]))
+
+    assert (late.state, next_one.unwrap()) == (State.DEAD, 8)
+    assert now() == pytest.approx(9, abs=0.01)

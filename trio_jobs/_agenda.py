@@ -67,10 +67,6 @@ class Agenda:
             return False
         return self.is_hungry or (self._due is not None and self._due <= now)
 
-    @property
-    def next_due(self) -> Instant | None:
-        return self._due
-
     def next_instant(
         self, *, has_room: bool, next_proof: Instant | None, next_look: Instant
     ) -> Instant | None:

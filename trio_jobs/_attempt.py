@@ -255,8 +255,11 @@ class Execution:
 
     # What a worker does with it.
 
-    async def run(self, begins: Callable[[Execution], None]) -> End:
-        """Start the handler and see how it ends; `begins` is called if it does start."""
+    async def run(self, scope: trio.CancelScope, begins: Callable[[Execution], None]) -> End:
+        """Start the handler and see how it ends; `begins` is called if it does start.
+
+        It is stopped by cancelling `scope`, the innermost one around this call.
+        """
         row, host, kind = self.row, self._host, self.handler.kind
         now = host.clock.now()
         late = row.deadline is not None and row.deadline <= host.decision_now()
@@ -287,17 +290,16 @@ class Execution:
         self.began_at = now
         self.is_handling = True
         begins(self)
-        self._scope = trio.CancelScope()
+        self._scope = scope
         try:
-            with self._scope:
-                value = await _call(self.handler.fn, attempt)
-                returned = True
+            value = await _call(self.handler.fn, attempt)
+            returned = True
         except BaseException as error:  # noqa: ASYNC103 - each is this attempt's end
             raised = error
         finally:
             self._scope = None
             self.is_handling = False
-        if not returned and trio.current_effective_deadline() == -math.inf:
+        if not (returned or self._stops) and trio.current_effective_deadline() == -math.inf:
             self._stops.add(Stop.SHUTDOWN)  # the runner itself is being cancelled
         try:
             return self._verdict(kind, returned, value, raised)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,6 +30,9 @@ from ._probation import Allowance
 
 if TYPE_CHECKING:
     from ._engine import Engine
+
+
+_log = logging.getLogger("trio_jobs")
 
 
 class Ending(NamedTuple):
@@ -218,6 +222,10 @@ class Pool:
         elif self._agenda.is_lost_waiting and self._is_outdated(allowance, result):
             self.wake()
         self._engine.progress()
+        self._sleep_no_longer()
+
+    def _sleep_no_longer(self) -> None:
+        """There is room that was not there, or a due time was learnt."""
         instant = self._next_instant()
         if instant is not None:
             self._alarm.bring_forward(instant)
@@ -256,9 +264,7 @@ class Pool:
     def _take(self, claim: Claim, claimed: Claimed) -> None:
         self._room -= len(claimed.jobs)
         for job in claimed.jobs:
-            execution = Execution(
-                job, self._handlers[job.row.kind], self._host, claim.lease_now
-            )
+            execution = Execution(job, self._handlers[job.row.kind], self._host, claim.lease_now)
             self._engine.takes(execution, job)
             self._ready.append(execution)
         self._engine.claim_answered(claimed)
@@ -272,8 +278,9 @@ class Pool:
             self._claim_if_useful()
 
     def _hand_out(self) -> None:
-        while self._ready and self._idle:
-            trio.lowlevel.reschedule(self._idle.pop(), outcome.Value(self._ready.popleft()))
+        # One that comes from a job takes the next by itself; then one of these finds none.
+        for _ in range(min(len(self._ready), len(self._idle))):
+            trio.lowlevel.reschedule(self._idle.pop())
 
     # The workers.
 
@@ -281,43 +288,50 @@ class Pool:
     async def work(self) -> None:
         """Run one claimed job after another."""
         while True:
-            execution = await self._next()
-            end = await execution.run(self._engine.begins)
-            self._engine.progress()
-            if execution.keyboard_interrupt is not None:
-                self._engine.fail(execution.keyboard_interrupt)
-            self._make_room()
-            self._write_end(execution, end)
+            await trio.lowlevel.checkpoint_if_cancelled()
+            try:
+                # One scope for many jobs, because a new one would be a third of what Trio does
+                # for a job. It is left when it was cancelled, or when a handler did not close
+                # a scope or nursery of its own: nobody else's job must run in that.
+                nurseries = len(trio.lowlevel.current_task().child_nurseries)
+                with trio.CancelScope() as scope:
+                    while not scope.cancel_called and _is_innermost(scope, nurseries):
+                        await self._work_once(scope)
+            except RuntimeError as error:  # "Cancel scope stack corrupted", now mended
+                _log.error("a handler left a cancel scope or nursery open", exc_info=error)
 
-    def _make_room(self) -> None:
+    async def _work_once(self, scope: trio.CancelScope) -> None:
+        execution = await self._next()
+        end = await execution.run(scope, self._engine.begins)
+        self._engine.progress()
+        if execution.keyboard_interrupt is not None:
+            self._engine.fail(execution.keyboard_interrupt)
         self._room += 1
-        if self._agenda.next_due is not None:  # without room it was no reason to wake
-            self._alarm.bring_forward(self._agenda.next_due)
+        self._write_end(execution, end)
 
     async def _next(self) -> Execution:
         # Each job sees a context of its own; a task takes a new one up when it is resumed.
         task = trio.lowlevel.current_task()
         task.context = self._context.copy()
         if self._ready:
-            execution = self._ready.popleft()
             await trio.lowlevel.cancel_shielded_checkpoint()
-            return execution
-        self._idle.append(task)
+        while not self._ready:
+            self._idle.append(task)
 
-        def abort(_: Any) -> trio.lowlevel.Abort:
-            self._idle.remove(task)
-            return trio.lowlevel.Abort.SUCCEEDED
+            def abort(_: Any) -> trio.lowlevel.Abort:
+                self._idle.remove(task)
+                return trio.lowlevel.Abort.SUCCEEDED
 
-        next_one: Execution = await trio.lowlevel.wait_task_rescheduled(abort)
-        return next_one
+            await trio.lowlevel.wait_task_rescheduled(abort)
+        return self._ready.popleft()
 
     # Their ends.
 
     def _write_end(self, execution: Execution, end: End) -> None:
         if execution.is_over:
             self._engine.lost(execution)
-            return
-        self._ended.append(Ending(execution, end, execution.decide(end)))
+        else:
+            self._ended.append(Ending(execution, end, execution.decide(end)))
         self._has_ended.unpark()
 
     @trio.lowlevel.enable_ki_protection
@@ -328,12 +342,14 @@ class Pool:
             if not self._ended:
                 await self._has_ended.park()
             endings, self._ended = self._ended, []
-            write = Write("apply", [ending.change for ending in endings])
-            write.done = functools.partial(self._answered, endings)
-            if self._wants_claim():
-                self._bridge.submit(write, self._new_claim())
-            else:
-                self._bridge.submit(write)
+            writes = [self._new_claim()] if self._wants_claim() else []
+            if endings:
+                end = Write("apply", [ending.change for ending in endings])
+                end.done = functools.partial(self._answered, endings)
+                writes.insert(0, end)
+            if writes:
+                self._bridge.submit(*writes)
+            self._sleep_no_longer()
             await trio.lowlevel.cancel_shielded_checkpoint()
 
     def _answered(self, endings: Sequence[Ending], result: outcome.Outcome[Any]) -> None:
@@ -367,5 +383,13 @@ class Pool:
 
     async def _write_end_later(self, execution: Execution, end: End) -> None:
         await execution.wait_for_store()
-        self._make_room()
+        self._room += 1
         self._write_end(execution, end)
+
+
+def _is_innermost(scope: trio.CancelScope, nurseries: int) -> bool:
+    """As far as Trio tells: a scope without a deadline in which nothing happens is not found."""
+    return (
+        trio.current_effective_deadline() == scope.deadline
+        and len(trio.lowlevel.current_task().child_nurseries) == nurseries
+    )
