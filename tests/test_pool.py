@@ -647,11 +647,12 @@ async def stop_in_the_middle_of_a_generator(attempt: Attempt[int, int]) -> int:
         with trio.fail_after(30):
             yield 7
 
-    ended.append(ticks())  # kept alive, so that nothing closes it
-    return await ended[-1].__anext__()
+    generator = ticks()
+    left_open.append(generator)  # kept alive, so that nothing closes it
+    return await generator.__anext__()
 
 
-ended: list[Any] = []
+left_open: list[AsyncIterator[int]] = []
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ class Execution:
         """Its end could not be written while the lease lasted."""
         self.kept_from = kept_from
         """The instant the newest committed lease was computed from."""
-        self.began_at = kept_from
+        self.began_at: Instant | None = None
         self.keyboard_interrupt: BaseException | None = None
         self._payload: bytes | None = claimed.payload
         self._was = claimed.was
@@ -222,13 +222,11 @@ class Execution:
             _log.warning("%s has lost its lease; the attempt is stopped", self)
             self.stop(Stop.FENCE)
 
-    def first_limit(self) -> Instant:
-        """When `check` may first have something to do."""
-        host = self._host
-        limit = self.kept_from + host.lease - host.lease // 6
+    def first_limit(self, now: Instant) -> Instant:
+        """When `check` may first have something to do, at the start."""
         if self._timeout_at is not None or self.row.deadline is not None:
-            limit = min(at for _, at in self._limits(self.began_at))
-        return limit
+            return min(at for _, at in self._limits(now))
+        return self.lease_until - self._host.lease // 6
 
     def next_limit(self, now: Instant) -> Instant | None:
         """When `check` will have something to do; None if nothing is left to act on."""
@@ -255,7 +253,7 @@ class Execution:
 
     # What a worker does with it.
 
-    async def run(self, scope: trio.CancelScope, begins: Callable[[Execution], None]) -> End:
+    async def run(self, scope: trio.CancelScope, begins: Callable[[Execution, Instant], None]) -> End:
         """Start the handler and see how it ends; `begins` is called if it does start.
 
         It is stopped by cancelling `scope`, the innermost one around this call.
@@ -289,7 +287,7 @@ class Execution:
         raised: BaseException | None = None
         self.began_at = now
         self.is_handling = True
-        begins(self)
+        begins(self, now)
         self._scope = scope
         try:
             value = await _call(self.handler.fn, attempt)
@@ -313,6 +311,10 @@ class Execution:
         """The end that gives the row back as it was before the claim."""
         return _lifecycle.NeverStarted(self._was)
 
+    def took(self) -> int | None:
+        """Microseconds since the handler began, if it did."""
+        return None if self.began_at is None else self._host.clock.now() - self.began_at
+
     def decide(self, end: End) -> Change:
         """What its end makes of the row as it is known here."""
         return _lifecycle.ended(self.row, end, self.handler.kind.policy, self._host.decision_now())
@@ -320,9 +322,7 @@ class Execution:
     def is_written(self, change: Change, refused: Refused | None) -> bool:
         """Whether this was the end of it. If not: `lose` was called if somebody else has the
         row, else it is to be decided again (a cancel was requested)."""
-        if refused is None:
-            self.is_over = True
-        elif self._is_own_end(change.after, refused.row):
+        if refused is None or self._is_own_end(change.after, refused.row):
             self.is_over = True
         elif refused.row is not None and self._is_held(refused.row):
             self.row = refused.row

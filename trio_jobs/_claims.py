@@ -19,6 +19,7 @@ from ._rows import MAX_INTEGER, NUMBERS, ROW, array, as_json, row_of
 from ._writes import write
 
 _MAX_EXPIRED: Final = 500
+_LOST_KIND: Final = -1  # in the place of its number
 _MAX_PROMOTED: Final = 1000
 """Rows of a kind that one claim may find due: it must be short."""
 
@@ -56,7 +57,7 @@ ON CONFLICT (id) DO UPDATE SET state = 0
 # A sum as limit, because for a parameter alone new versions prepare the statement every time.
 _DUE: Final = """
 SELECT '[' || ifnull(group_concat((
-    SELECT json_group_array(json_array(-priority, run_at, id)) FROM (
+    SELECT json_group_array(json_array(-priority, run_at, id, served.key)) FROM (
         SELECT priority, run_at, id FROM trio_jobs_job INDEXED BY trio_jobs_ready
         WHERE state = 0 AND kind = served.value AND id < :below
             AND (run_at <= :due_by OR run_at <= enqueued_at)
@@ -130,15 +131,17 @@ def claim_rows(connection: Connection, claim: Claim) -> Claimed:
         "lease_until": claim.lease_until,
         "due_by": claim.now if claim.due_by is None else claim.due_by,
         "below": MAX_INTEGER if claim.below is None else claim.below,
-        "limit": claim.limit + 1,  # the one more tells whether there are more
+        # The one more tells whether there are more.
+        "limit": claim.limit + claim.ahead_limit + 1,
     }
     settled = _expired(connection, claim, values)
     ended, retryable = _lost(connection, claim, values)
     lost = {change.after.id: change for change in _gently(retryable, claim)}
     due, is_all = _due(connection, values)
     due = sorted([*due, *(_place(change.after) for change in lost.values())])
-    taken = [id for _, _, id in due[: claim.limit]]
-    left = due[claim.limit :]
+    number = claim.limit + _ahead(due[claim.limit :], claim)
+    taken = [id for _, _, id, _ in due[:number]]
+    left = due[number:]
     settled += [*ended, *(lost[id] for id in taken if id in lost)]
     write(connection, settled)
     found: dict[int, tuple[Row, bytes]] = {}
@@ -213,12 +216,24 @@ def _due(connection: Connection, values: Values) -> tuple[list[list[int]], bool]
     return [*itertools.chain(*array(connection, _DUE, values))], is_all
 
 
+def _ahead(due: Sequence[list[int]], claim: Claim) -> int:
+    """How many of those that find no free worker are taken ahead: never past one that may not
+    be, so that nothing overtakes it."""
+    kinds = list(claim.policies)
+    number = 0
+    for *_, kind in due[: claim.ahead_limit]:
+        if kind == _LOST_KIND or kinds[kind] not in claim.ahead_kinds:
+            break
+        number += 1
+    return number
+
+
 def _next(
     connection: Connection, values: Values, left: Sequence[list[int]]
 ) -> tuple[Instant | None, Instant | None]:
     [(run_at, lease_until, deadline)] = connection.execute(_NEXT, values)
     if left:
-        ready = min(run_at for _, run_at, _ in left)
+        ready = min(run_at for _, run_at, _, _ in left)
     else:
         [(ready,)] = connection.execute(_NEXT_READY, values)
     due = min((at for at in (run_at, lease_until, ready) if at is not None), default=None)
@@ -227,7 +242,7 @@ def _next(
 
 def _place(row: Row) -> list[int]:
     """Rows are taken in this order."""
-    return [-row.priority, row.run_at, row.id]
+    return [-row.priority, row.run_at, row.id, _LOST_KIND]
 
 
 # Rows and payloads in one step, if they are small: of each its numbers and the lengths of its

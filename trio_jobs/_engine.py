@@ -232,6 +232,10 @@ class Engine:
         for one in self._keeper.in_hand.values():
             _log.error("%s: its end could not be written in time; its lease has to end", one)
 
+    def handling(self) -> list[Execution]:
+        """Those whose handler is under way."""
+        return self._keeper.handling()
+
     @property
     def has_work(self) -> bool:
         """It claims, or has something in hand that may be cancelled from elsewhere."""
@@ -269,9 +273,9 @@ class Engine:
                 is_last_life=job.row.attempt >= execution.handler.kind.policy.attempts,
             )
 
-    def begins(self, execution: Execution) -> None:
+    def begins(self, execution: Execution, now: Instant) -> None:
         self._started += 1
-        self._keeper.begins(execution)
+        self._keeper.begins(execution, now)
 
     def wrote(self, execution: Execution, change: Change) -> None:
         """Its end is on disk."""

@@ -43,10 +43,10 @@ class Keeper:
     def take(self, execution: Execution) -> None:
         self.in_hand[execution.fence] = execution
 
-    def begins(self, execution: Execution) -> None:
+    def begins(self, execution: Execution, now: Instant) -> None:
         """Its handler starts now: from here its lease and its limits count."""
         self._renewal.bring_forward(self._renewal_of(execution))
-        self._limit.bring_forward(execution.first_limit())
+        self._limit.bring_forward(execution.first_limit(now))
 
     def drop(self, execution: Execution) -> None:
         self.in_hand.pop(execution.fence, None)

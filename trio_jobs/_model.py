@@ -140,6 +140,9 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """The kinds it serves."""
     limit: int
     """At most so many rows are taken; 0 still ends what a deadline or a loss ends."""
+    ahead_limit: int = 0
+    """At most so many more, as long as the next in order is of `ahead_kinds` and not lost."""
+    ahead_kinds: frozenset[str] = frozenset()
     lost_limit: int
     """At most so many of them may be lost rows."""
     takes_suspect: bool = True
@@ -180,7 +183,7 @@ class Claimed(msgspec.Struct, frozen=True, kw_only=True):
     lost_waiting: bool
     """Lost rows are left that `lost_limit` or `takes_suspect` held back."""
     more: bool
-    """`limit` was reached: there may be more due rows."""
+    """There may be due rows that were not taken."""
     next_due: Instant | None
     """When the next served row becomes due, or the next lease ends (lost rows that wait are
     `lost_waiting`); in the past only while `more`."""

@@ -18,14 +18,15 @@ import outcome
 import trio
 
 from . import _lifecycle
-from ._agenda import Agenda
-from ._attempt import Execution, Host, Stop
+from ._agenda import Agenda, earliest
+from ._attempt import Execution, Stop
 from ._bridge import MAX_BATCH, Write
 from ._clock import Alarm, microseconds
 from ._errors import StoreError
 from ._kinds import Handler
 from ._lifecycle import End
 from ._model import Change, Claim, Claimed, Instant, Refused, Row
+from ._pace import MAX_WAIT, NOTHING_AHEAD, Ahead, Pace, ahead
 from ._probation import Allowance
 
 if TYPE_CHECKING:
@@ -56,7 +57,12 @@ class Pool:
         self._clock = engine.clock
         self._handlers = dict(handlers)
         self._policies = {name: one.kind.policy for name, one in handlers.items()}
+        self._paces = {
+            name: Pace() for name, one in handlers.items() if one.kind.on_interrupt == "retry"
+        }
         self._room = workers
+        """Workers for whom nothing is claimed; below zero if some is claimed ahead."""
+        self._takings = 0
         self._host = engine.host
         self._ready: deque[Execution] = deque()
         self._ended: list[Ending] = []
@@ -74,6 +80,7 @@ class Pool:
         # Anew, not in place: the writing thread may be reading the old one.
         self._handlers = {**self._handlers, handler.kind.name: handler}
         self._policies = {**self._policies, handler.kind.name: handler.kind.policy}
+        self._paces[handler.kind.name] = Pace()
         self.wake()
 
     def heard(self, row: Row) -> None:
@@ -84,7 +91,7 @@ class Pool:
         if row.kind in self._handlers:
             self._agenda.heard_due(row, self._engine.decision_now())
             self._claim_if_useful()
-            if self._room > 0:
+            if self._has_room():
                 self._alarm.bring_forward(row.run_at)
 
     def heard_of_writing_elsewhere(self) -> None:
@@ -130,7 +137,10 @@ class Pool:
             is_time = False
             while not is_time:
                 self._claim_if_useful()
+                takings = self._takings
                 is_time = await self._alarm.wait(self._next_instant())
+                if is_time and takings == self._takings:
+                    self._give_up_ahead()
                 is_time = is_time or self._agenda.is_written_elsewhere
 
     async def _look_around(self) -> None:
@@ -150,11 +160,13 @@ class Pool:
             return None
         if self._engine.once is not None and not self._agenda.is_written_elsewhere:
             return self._engine.probation.next_proof() if self._agenda.is_lost_waiting else None
-        return self._agenda.next_instant(
-            has_room=self._room > 0,
+        now = self._clock.now()
+        instant = self._agenda.next_instant(
+            has_room=self._has_room(),
             next_proof=self._engine.probation.next_proof(),
-            next_look=self._clock.now() + microseconds(self._engine.poll),
+            next_look=now + microseconds(self._engine.poll),
         )
+        return earliest(instant, now + MAX_WAIT) if self._ready else instant
 
     # Claiming. No await in here: a claim is submitted, and `_claimed` is called.
 
@@ -164,11 +176,31 @@ class Pool:
 
     def _wants_claim(self) -> bool:
         return (
-            self._room > 0
+            self._has_room()
             and not self.is_claiming
             and self._engine.may_claim
             and self._agenda.wants_claim(self._engine.decision_now())
         )
+
+    def _has_room(self) -> bool:
+        if self._room > 0:
+            return True
+        # Not for a few: the more rows one transaction brings, the less each costs.
+        limit = self._ahead().limit
+        return limit > 0 and len(self._ready) <= limit // 2
+
+    def _ahead(self) -> Ahead:
+        if self._engine.once is not None:
+            return NOTHING_AHEAD
+        return ahead(self._paces.items(), self.workers)
+
+    def _give_up_ahead(self) -> None:
+        """No worker took one for as long as they may wait: others may have them."""
+        if self._ready:
+            for execution in self._engine.handling():
+                if execution.row.kind in self._paces:
+                    self._paces[execution.row.kind].took(MAX_WAIT)
+            self.hand_back_waiting()
 
     def _claim(self) -> None:
         if not self.is_claiming:
@@ -188,9 +220,13 @@ class Pool:
             once = self._engine.once
             # While the runner stops it takes nothing, but still hears of cancel requests.
             may_take = self._engine.may_claim
+            room = max(0, min(self._room, MAX_BATCH)) if may_take else 0
+            further = self._ahead() if may_take else NOTHING_AHEAD
             return Claim(
                 policies=self._policies if may_take else {},
-                limit=max(0, self._room) if may_take else 0,
+                limit=room,
+                ahead_limit=max(0, further.limit - len(self._ready)),
+                ahead_kinds=further.kinds,
                 lost_limit=allowance.limit,
                 takes_suspect=allowance.takes_suspect,
                 now=now if once is None or once.now is None else once.now,
@@ -307,6 +343,9 @@ class Pool:
         if execution.keyboard_interrupt is not None:
             self._engine.fail(execution.keyboard_interrupt)
         self._room += 1
+        pace, took = self._paces.get(execution.row.kind), execution.took()
+        if pace is not None and took is not None:
+            pace.took(took)
         self._write_end(execution, end)
 
     async def _next(self) -> Execution:
@@ -323,6 +362,7 @@ class Pool:
                 return trio.lowlevel.Abort.SUCCEEDED
 
             await trio.lowlevel.wait_task_rescheduled(abort)
+        self._takings += 1
         return self._ready.popleft()
 
     # Their ends.
