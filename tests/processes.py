@@ -42,6 +42,7 @@ from trio_jobs import (
     constant,
     open_jobs,
 )
+from trio_jobs._identity import Process
 
 # The test's side.
 
@@ -425,7 +426,8 @@ HANDLERS: Final = {
 
 
 def serve(db: str, **options: Any) -> None:
-    """Run jobs. SIGTERM: cancel the scope around `serve`. SIGUSR1: drain."""
+    """Run jobs. SIGTERM: cancel the scope around `serve`. SIGUSR1: drain. `elsewhere`: as if it
+    were on another machine, where nobody here can see whether it lives."""
     trio.run(partial(_serve, db, **options))
 
 
@@ -436,9 +438,12 @@ async def _serve(
     driver: Literal["sqlite3", "apsw"] = "sqlite3",
     busy_timeout: float = 5.0,
     troubles: str | None = None,
+    elsewhere: bool = False,
     **settings: Any,
 ) -> None:
     store = SqliteStore(db, driver=driver, busy_timeout=busy_timeout)
+    if elsewhere:
+        store.this_process = lambda: Process("another machine", os.getpid(), 1)
     handlers = [HANDLERS[kind] for kind in kinds]
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGUSR1) as signals:
         async with open_jobs(store) as jobs, trio.open_nursery() as around:

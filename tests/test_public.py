@@ -112,11 +112,11 @@ FIELDS: dict[type, list[str]] = {
 
 # A module imports only from the rows above its own.
 LAYERS = [
-    {"_errors", "_checks"},
+    {"_errors", "_checks", "_identity"},
     {"_model", "_codec", "_retry"},
     {"_lifecycle", "_store", "_kinds", "_drivers", "_schema"},
     {"_clock", "_hub", "_rows"},
-    {"_writes", "_agenda", "_probation"},
+    {"_writes", "_owners", "_agenda", "_probation"},
     {"_bridge", "_claims"},
     {"sqlite"},
     {"_jobs"},

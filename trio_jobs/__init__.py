@@ -5,7 +5,7 @@
 # What an application writes down (inert): _kinds, with _codec for typed values <-> bytes.
 # Every decision, pure: _lifecycle, on the values of _model.
 # Where rows are kept: the seam _store, and sqlite behind it, with _schema, _rows, _writes,
-# _claims for the SQL and _drivers for the two drivers.
+# _claims, _owners for the SQL, _drivers for the two drivers, _identity for who is dead.
 # Off the Trio thread and back, time, and who is woken: _bridge, _clock, _hub.
 # What callers use: _jobs. What runs handlers: _runner, in front of _engine, with _pool
 # (poller and workers) and its _agenda, _keeper (leases and limits), _probation (lost jobs);

@@ -15,6 +15,7 @@ import msgspec
 from . import _lifecycle
 from ._drivers import Connection, Record, Value, Values
 from ._model import Change, Claim, Claimed, ClaimedJob, Instant, Row, State
+from ._owners import Owners
 from ._rows import MAX_INTEGER, NUMBERS, ROW, array, as_json, row_of
 from ._writes import write
 
@@ -34,6 +35,15 @@ _LOST: Final = f"""
 SELECT {ROW}
 FROM trio_jobs_job INDEXED BY trio_jobs_lease
 WHERE state = 2 AND lease_until <= :lease_now
+    AND (kind IN (SELECT value FROM json_each(:kinds)) OR cancel_requested OR deadline <= :now)
+    AND id NOT IN (SELECT value FROM json_each(:held))
+"""
+
+# Only asked for when there are dead owners: a walk over the other running rows, in the index.
+_LOST_BY_THE_DEAD: Final = f"""
+SELECT {ROW}
+FROM trio_jobs_job INDEXED BY trio_jobs_lease
+WHERE state = 2 AND lease_until > :lease_now AND owner IN (SELECT value FROM json_each(:dead))
     AND (kind IN (SELECT value FROM json_each(:kinds)) OR cancel_requested OR deadline <= :now)
     AND id NOT IN (SELECT value FROM json_each(:held))
 """
@@ -73,12 +83,12 @@ _TAKE: Final = """
 INSERT INTO trio_jobs_job (id) SELECT value FROM json_each(:ids) WHERE true
 ON CONFLICT (id) DO UPDATE SET
     state = 2, attempt = attempt + 1, claims = claims + 1,
-    lease_until = :lease_until, started_at = :now
+    lease_until = :lease_until, started_at = :now, owner = :owner
 """
 
 # The next row of a served kind that is scheduled, the next end of a lease that a claim would
-# look at, the next deadline.
-_NEXT: Final = """
+# look at (that of a dead owner is over), the next deadline.
+_NEXT_OF: Final = """
 SELECT
     (
         SELECT min((
@@ -93,7 +103,7 @@ SELECT
         SELECT min(ends_at) FROM (
             SELECT
                 CASE WHEN cancel_requested OR kind IN (SELECT value FROM json_each(:kinds))
-                THEN lease_until ELSE max(lease_until, deadline) END AS ends_at
+                THEN {lease_until} ELSE max({lease_until}, deadline) END AS ends_at
             FROM trio_jobs_job INDEXED BY trio_jobs_lease
             WHERE state = 2 AND id NOT IN (SELECT value FROM json_each(:held))
         )
@@ -104,6 +114,12 @@ SELECT
         WHERE deadline IS NOT NULL AND state < 2
     )
 """
+
+_NEXT: Final = _NEXT_OF.format(lease_until="lease_until")
+_NEXT_BESIDE_THE_DEAD: Final = _NEXT_OF.format(
+    lease_until="""CASE WHEN owner IN (SELECT value FROM json_each(:dead))
+                THEN min(lease_until, :lease_now) ELSE lease_until END"""
+)
 
 # Only asked for when every due row was taken: then few are left, after a clock stepped back.
 _NEXT_READY: Final = """
@@ -121,7 +137,7 @@ FROM trio_jobs_job INDEXED BY trio_jobs_cancel WHERE state = 2 AND cancel_reques
 """
 
 
-def claim_rows(connection: Connection, claim: Claim) -> Claimed:
+def claim_rows(connection: Connection, claim: Claim, owners: Owners) -> Claimed:
     # What any of the statements asks for; each takes what it names.
     values: dict[str, Value] = {
         "kinds": as_json(list(claim.policies)),
@@ -133,6 +149,7 @@ def claim_rows(connection: Connection, claim: Claim) -> Claimed:
         "below": MAX_INTEGER if claim.below is None else claim.below,
         # The one more tells whether there are more.
         "limit": claim.limit + claim.ahead_limit + 1,
+        "dead": as_json(owners.dead) if owners.dead else None,
     }
     settled = _expired(connection, claim, values)
     ended, retryable = _lost(connection, claim, values)
@@ -147,7 +164,8 @@ def claim_rows(connection: Connection, claim: Claim) -> Claimed:
     found: dict[int, tuple[Row, bytes]] = {}
     if taken:
         found = _with_payloads(connection, taken)
-        connection.execute(_TAKE, values | {"ids": as_json(taken)})
+        ids = as_json(taken)
+        connection.execute(_TAKE, values | {"ids": ids, "owner": owners.own_id(connection)})
     values["held"] = as_json([*claim.held, *taken])
     next_due, next_deadline = _next(connection, values, left)
     return Claimed(
@@ -177,16 +195,18 @@ def _expired(connection: Connection, claim: Claim, values: Values) -> list[Chang
 
 
 def _lost(
-    connection: Connection, claim: Claim, values: Values
+    connection: Connection, claim: Claim, values: dict[str, Value]
 ) -> tuple[list[Change], list[Change]]:
     """The lost rows that end, whatever their kind; and those that may start again, in order."""
     ended: list[Change] = []
     retryable: list[Change] = []
-    for record in connection.execute(_LOST, values):
-        row = row_of(record)
+    rows = [(row_of(record), False) for record in connection.execute(_LOST, values)]
+    if values["dead"] is not None:
+        rows += [(row_of(one), True) for one in connection.execute(_LOST_BY_THE_DEAD, values)]
+    for row, is_dead in rows:
         policy = claim.policies.get(row.kind)
         if policy is None:
-            change = _lifecycle.expired(row, claim.now, claim.lease_now)
+            change = _lifecycle.expired(row, claim.now, claim.lease_now, is_owner_dead=is_dead)
         else:
             change = _lifecycle.lost(row, policy, claim.now)
         if change is None:
@@ -229,9 +249,10 @@ def _ahead(due: Sequence[list[int]], claim: Claim) -> int:
 
 
 def _next(
-    connection: Connection, values: Values, left: Sequence[list[int]]
+    connection: Connection, values: dict[str, Value], left: Sequence[list[int]]
 ) -> tuple[Instant | None, Instant | None]:
-    [(run_at, lease_until, deadline)] = connection.execute(_NEXT, values)
+    sql = _NEXT if values["dead"] is None else _NEXT_BESIDE_THE_DEAD
+    [(run_at, lease_until, deadline)] = connection.execute(sql, values)
     if left:
         ready = min(run_at for _, run_at, _, _ in left)
     else:

@@ -49,7 +49,8 @@ class Statistics:
     retried: int
     """Attempts that failed or asked for later, and will be started again."""
     lost: int
-    """Attempts whose lease ended: lost rows this runner took up or ended, and its own."""
+    """Attempts whose process died or whose lease ended: lost rows this runner took up or ended,
+    and its own."""
     unhandled: frozenset[str]
     """Kinds seen waiting that nobody gave a handler for."""
     trouble: str | None

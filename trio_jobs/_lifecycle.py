@@ -189,17 +189,19 @@ def lost(row: Row, policy: Policy, now: Instant) -> Change:
     return _requeue(row, Event.LOST, now, "lost", WORKER_LOST, run_at=row.run_at)
 
 
-def expired(row: Row, now: Instant, lease_now: Instant | None = None) -> Change | None:
+def expired(
+    row: Row, now: Instant, lease_now: Instant | None = None, *, is_owner_dead: bool = False
+) -> Change | None:
     """A queued row at its deadline fails; a lost one too, or is cancelled if that was asked for.
 
     None when neither applies. Any runner may do this, whatever kinds it serves. `lease_now`
-    decides what is lost, where that is another clock than `now`.
+    decides what is lost, where that is another clock than `now`; `is_owner_dead` as in `is_lost`.
     """
     passed = row.deadline is not None and row.deadline <= now
     if row.state is State.QUEUED and passed:
         after = _final(row, Event.DEADLINE, State.FAILED, now, failure=DEADLINE)
         return Change(before=row, after=after)
-    if is_lost(row, now if lease_now is None else lease_now):
+    if is_lost(row, now if lease_now is None else lease_now, is_owner_dead=is_owner_dead):
         if row.cancel_requested:
             return _finish(row, Event.CANCELLED, State.CANCELLED, now, "cancelled")
         if passed:
@@ -249,8 +251,11 @@ def _with_result(row: Row, after: Row) -> Change:
     return Change(before=before, after=after)
 
 
-def is_lost(row: Row, now: Instant) -> bool:
-    return row.state is State.RUNNING and row.lease_until is not None and row.lease_until <= now
+def is_lost(row: Row, now: Instant, *, is_owner_dead: bool = False) -> bool:
+    """Its lease has ended, or it is known for certain that the process that had it is gone."""
+    if row.state is not State.RUNNING or row.lease_until is None:
+        return False
+    return is_owner_dead or row.lease_until <= now
 
 
 def is_suspect(row: Row) -> bool:

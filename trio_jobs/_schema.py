@@ -25,7 +25,8 @@ STATES: Final = {READY: State.QUEUED} | {code: state for state, code in CODES.it
 # Every index is partial, so that finished rows cost nothing; `payload` comes last, so that
 # reading the rest does not touch its pages. Ids come from `next_id`: never used twice.
 # `writer` and `batch` name the last transaction, which tells after a failed commit whether
-# it took place.
+# it took place. `owner` is who claimed the row last; it means something while that runs, and
+# owners' ids are never used twice either.
 MIGRATIONS: Final[Sequence[Sequence[str]]] = [
     [
         """
@@ -33,13 +34,14 @@ MIGRATIONS: Final[Sequence[Sequence[str]]] = [
             one INTEGER PRIMARY KEY CHECK (one = 1),
             version INTEGER NOT NULL,
             next_id INTEGER NOT NULL,
+            next_owner INTEGER NOT NULL,
             writer TEXT NOT NULL,
             batch INTEGER NOT NULL
         )
         """,
         """
-        INSERT INTO trio_jobs_meta (one, version, next_id, writer, batch)
-        VALUES (1, 0, 1, '', 0)
+        INSERT INTO trio_jobs_meta (one, version, next_id, next_owner, writer, batch)
+        VALUES (1, 0, 1, 1, '', 0)
         """,
         """
         CREATE TABLE trio_jobs_job (
@@ -61,6 +63,7 @@ MIGRATIONS: Final[Sequence[Sequence[str]]] = [
             result TEXT,
             failure TEXT,
             failure_type TEXT,
+            owner INTEGER,
             payload BLOB NOT NULL DEFAULT ''
         )
         """,
@@ -74,7 +77,7 @@ MIGRATIONS: Final[Sequence[Sequence[str]]] = [
         """,
         """
         CREATE INDEX trio_jobs_lease ON trio_jobs_job
-            (lease_until, kind, cancel_requested, deadline, state)
+            (lease_until, kind, cancel_requested, deadline, state, owner)
         WHERE state = 2
         """,
         """
@@ -88,6 +91,14 @@ MIGRATIONS: Final[Sequence[Sequence[str]]] = [
         """
         CREATE UNIQUE INDEX trio_jobs_key ON trio_jobs_job (kind, key)
         WHERE key IS NOT NULL AND state < 3
+        """,
+        """
+        CREATE TABLE trio_jobs_owner (
+            id INTEGER PRIMARY KEY,
+            place TEXT NOT NULL,
+            pid INTEGER NOT NULL,
+            started INTEGER NOT NULL
+        )
         """,
         """
         CREATE TABLE trio_jobs_past (

@@ -105,6 +105,10 @@ class Store(Protocol):
     def claim(self, claim: Claim) -> Claimed:
         """End what deadlines and losses end, then take due rows, all by the pure table.
 
+        A running row is lost when its lease is over at `lease_now`, and also before if the
+        store knows for certain that the process that claimed it is gone; it need not look
+        more often than every half a second of `lease_now`.
+
         Queued rows of any kind at their deadline fail. Lost rows of any kind whose
         cancellation was requested or whose deadline passed end. Other lost rows of the
         served kinds go through `_lifecycle.lost`: those it ends are ended; those it

@@ -25,9 +25,10 @@ import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Concatenate, Final, Literal, ParamSpec, TypeAlias, TypeVar
 
-from . import _claims, _drivers, _writes
+from . import _claims, _drivers, _identity, _writes
 from ._drivers import Conflict, Connection, FileId, Record, Value, Values
 from ._errors import StoreBusy, StoreError
+from ._identity import Process
 from ._model import (
     Change,
     Claim,
@@ -40,6 +41,7 @@ from ._model import (
     Row,
     State,
 )
+from ._owners import Owners
 from ._rows import GET, ROW, as_json, integer, past_of, row_of, text_of
 from ._schema import MIGRATIONS, STATES
 
@@ -51,6 +53,8 @@ Marker: TypeAlias = tuple[str, int]
 _MAX_LOG: Final = 4_000_000
 """Bytes of the write-ahead log above which a checkpoint is due."""
 _OLDEST: Final = (3, 35)  # RETURNING
+_LEAVE_TRIES: Final = 20
+"""Closing does not wait for a lock, but may be lucky within some 5 ms."""
 
 _logger: Final = logging.getLogger("trio_jobs")
 _said: Final[set[str]] = set()
@@ -116,13 +120,16 @@ class SqliteStore:
             raise ValueError(f"busy_timeout must be seconds from 0 up, not {busy_timeout!r}")
         self.inline = path == ":memory:"
 
-        # The seams: how to reach the file, and what waiting for its lock is made of.
+        # The seams: how to reach the file, what waiting for its lock is made of, and which
+        # process this is and whether another one is gone.
         self.connect: Callable[[str], Connection] = (
             _drivers.connect_sqlite3 if driver == "sqlite3" else _drivers.connect_apsw
         )
         self.stat: Callable[[str], os.stat_result] = os.stat
         self.sleep: Callable[[float], None] = time.sleep
         self.random = random.Random()
+        self.this_process: Callable[[], Process | None] = _identity.this_process
+        self.is_dead: Callable[[Process, Process], bool] = _identity.is_dead
 
         self._path = path
         self._is_memory = path == ":memory:"
@@ -142,6 +149,7 @@ class SqliteStore:
         self._file: FileId | None = None
         self._real_path = path
         self._marker: Marker = ("", 0)
+        self._owners = Owners(None, self.is_dead)
         self._next_tidy = _MAX_LOG
         self._tidy_calls = 0
 
@@ -190,6 +198,7 @@ class SqliteStore:
             self._prepare(self._checkpointer)
             if has_reset_bug(version):
                 _say_once(logging.INFO, _OLD_SQLITE, _dotted(version))
+        self._owners = Owners(None if self._is_memory else self.this_process(), self.is_dead)
         # No two stores share it: not here, not after a fork, not on other machines.
         name = f"{os.getpid()}-{next(_opened)}-{self.random.getrandbits(64):x}"
         self._marker = (name, 0)
@@ -241,12 +250,26 @@ class SqliteStore:
             return  # it is the parent's
         self._is_closing = True  # ends a wait for the lock in another thread
         with self._writing, self._reading:
+            self._leave()
             for connection in (self._reader, self._checkpointer, self._writer):
                 if connection is not None:
                     connection.close()
             if self._writer is not None and self._file is not None:
                 _drivers.leave_file(self._file, self._driver)
             self._reader = self._checkpointer = self._writer = self._process = None
+
+    def _leave(self) -> None:
+        # Without it only others could take our row away, when this process is gone. While the
+        # file is locked or broken they have to.
+        for _ in range(_LEAVE_TRIES if self._owners.is_any_left else 0):
+            try:
+                with self.transaction():
+                    self._owners.leave(self._in_transaction())
+                return
+            except StoreBusy:
+                self.sleep(self.random.uniform(50e-6, 400e-6))
+            except StoreError:
+                return
 
     # Writing.
 
@@ -260,11 +283,13 @@ class SqliteStore:
                 self._is_waiting = False
             self._has_lock = True
             try:
+                self._owners.begin()
                 changes = connection.total_changes
                 yield
                 if connection.total_changes == changes:
                     return  # rolled back, so that nothing is written to the log
                 self._commit(self._mark())
+                self._owners.committed()
             finally:
                 _roll_back(connection)
                 self._has_lock = False
@@ -346,7 +371,9 @@ class SqliteStore:
 
     @_verb("claiming jobs")
     def claim(self, claim: Claim) -> Claimed:
-        return _claims.claim_rows(self._in_transaction(), claim)
+        connection = self._in_transaction()
+        self._owners.look(connection, claim.lease_now)
+        return _claims.claim_rows(connection, claim, self._owners)
 
     # Reading.
 
