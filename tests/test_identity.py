@@ -73,6 +73,16 @@ def test_a_process_is_the_same_whenever_and_wherever_it_asks(here: Process) -> N
     assert not is_dead(here, here)
 
 
+def test_a_place_is_a_boot_and_the_namespaces_of_pids_and_of_time(here: Process) -> None:
+    # In another time namespace the same process has another start time.
+    namespaces = [Path(f"/proc/self/ns/{name}") for name in ("pid", "time")]
+
+    assert here.place.split() == [
+        Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        *(str(one.stat().st_ino) if one.exists() else "0" for one in namespaces),
+    ]
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks with threads
 def test_a_forked_child_is_another_process(here: Process) -> None:
     reading, writing = os.pipe()

@@ -252,6 +252,25 @@ def test_any_runner_ends_what_its_deadline_or_cancel_ends(row: Row, state: State
     assert (None if change is None else change.after.state) == state
 
 
+@pytest.mark.parametrize(
+    ("row", "state"),
+    [
+        (msgspec.structs.replace(RUNNING, deadline=NOW), State.FAILED),
+        (CANCELLING, State.CANCELLED),
+        (msgspec.structs.replace(RUNNING, deadline=NOW + 1), None),
+        (msgspec.structs.replace(QUEUED, deadline=NOW + 1), None),
+        (msgspec.structs.replace(LAST, state=State.DEAD, cancel_requested=True), None),
+    ],
+)
+def test_a_row_whose_owner_is_dead_is_lost_before_its_lease_ends(
+    row: Row, state: State | None
+) -> None:
+    change = lifecycle.expired(row, NOW, is_owner_dead=True)
+
+    assert (None if change is None else change.after.state) == state
+    assert lifecycle.is_lost(row, NOW, is_owner_dead=True) == (row.state is State.RUNNING)
+
+
 @pytest.mark.parametrize("state", [State.FAILED, State.DEAD, State.CANCELLED])
 def test_a_retry_by_hand_is_a_new_life_that_keeps_claims_and_the_published_result(
     state: State,
