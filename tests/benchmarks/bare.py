@@ -1,0 +1,139 @@
+"""The yardsticks: Trio without jobs, and SQLite without Trio."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Final
+
+import trio
+
+from .files import Connection, Driver, Durability, connection, fresh_file, rows
+from .rounds import RATE, Sample
+
+BATCH: Final = 100
+LEASE: Final = 60_000_000  # microseconds, as all instants here
+
+
+def tasks(count: int, at_a_time: int) -> Sample:
+    """Bare Trio: each task is spawned, sets a deadline, takes one checkpoint and ends."""
+    return trio.run(_tasks, count, at_a_time)
+
+
+async def _tasks(count: int, at_a_time: int) -> Sample:
+    left = count
+
+    async def task() -> None:
+        nonlocal left
+        with trio.CancelScope(deadline=trio.current_time() + 60):
+            await trio.lowlevel.checkpoint()
+        if left > 0:
+            left -= 1
+            nursery.start_soon(task)
+
+    start = time.perf_counter()
+    async with trio.open_nursery() as nursery:
+        left -= at_a_time
+        for _ in range(at_a_time):
+            nursery.start_soon(task)
+    return {RATE: count / (time.perf_counter() - start)}
+
+
+# SQLite. The table and its statements are what a job's life needs: an index of the ready rows
+# in their order, one of the leases, a fence, a result. They are written down here once more, so
+# that the yardstick stays the same when the library's own change.
+
+_TABLES: Final = (
+    """
+    CREATE TABLE job (
+        id INTEGER PRIMARY KEY,
+        kind TEXT NOT NULL,
+        state INTEGER NOT NULL DEFAULT 0,
+        attempt INTEGER NOT NULL DEFAULT 0,
+        claims INTEGER NOT NULL DEFAULT 0,
+        priority INTEGER NOT NULL DEFAULT 0,
+        enqueued_at INTEGER NOT NULL,
+        run_at INTEGER NOT NULL,
+        lease_until INTEGER,
+        started_at INTEGER,
+        finished_at INTEGER,
+        result TEXT,
+        payload TEXT NOT NULL
+    )
+    """,
+    "CREATE INDEX ready ON job (kind, priority DESC, run_at) WHERE state = 0",
+    "CREATE INDEX lease ON job (lease_until) WHERE state = 2",
+)
+
+_INSERT: Final = "INSERT INTO job (kind, enqueued_at, run_at, payload) VALUES ('noop', ?, ?, ?)"
+
+_CLAIM: Final = f"""
+UPDATE job SET
+    state = 2, attempt = attempt + 1, claims = claims + 1, lease_until = ?, started_at = ?
+WHERE id IN (
+    SELECT id FROM job WHERE state = 0 AND kind = 'noop' AND run_at <= ?
+    ORDER BY priority DESC, run_at, id LIMIT {BATCH}
+)
+RETURNING id, claims, attempt, payload
+"""
+
+_FINISH: Final = """
+UPDATE job SET state = 3, lease_until = NULL, finished_at = ?, result = 'null'
+FROM json_each(?) AS ended
+WHERE job.id = json_extract(ended.value, '$[0]')
+    AND job.claims = json_extract(ended.value, '$[1]') AND job.state = 2
+"""
+
+
+def inserts(count: int, driver: Driver, durability: Durability) -> Sample:
+    """One INSERT a transaction, again and again."""
+    with fresh_file() as path, connection(path, driver, durability) as opened:
+        _make_tables(opened)
+        start = time.perf_counter()
+        for number in range(count):
+            now = _now()
+            opened.execute(_INSERT, (now, now, _payload(number)))
+        return {RATE: count / (time.perf_counter() - start)}
+
+
+def life_cycles(count: int, driver: Driver, durability: Durability) -> Sample:
+    """The end of a batch of jobs and the claim of the next in one transaction, to the last."""
+    with fresh_file() as path, connection(path, driver, durability) as opened:
+        _make_tables(opened)
+        rows(opened, "BEGIN")
+        now = _now()
+        for number in range(count):
+            opened.execute(_INSERT, (now, now, _payload(number)))
+        rows(opened, "COMMIT")
+        done = 0
+        start = time.perf_counter()
+        claimed = _fused(opened, [])
+        while claimed:
+            done += len(claimed)
+            claimed = _fused(opened, claimed)
+        seconds = time.perf_counter() - start
+        assert done == count
+        return {RATE: count / seconds}
+
+
+def _fused(opened: Connection, ended: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    now = _now()
+    rows(opened, "BEGIN IMMEDIATE")
+    if ended:
+        rows(opened, _FINISH, (now, json.dumps(ended)))
+    claimed = rows(opened, _CLAIM, (now + LEASE, now, now))
+    rows(opened, "COMMIT")
+    return [(id, claims) for id, claims, _, _ in claimed]
+
+
+def _make_tables(opened: Connection) -> None:
+    for statement in _TABLES:
+        rows(opened, statement)
+
+
+def _payload(number: int) -> str:
+    return json.dumps({"number": number, "text": "a short text"})
+
+
+def _now() -> int:
+    return time.time_ns() // 1000
