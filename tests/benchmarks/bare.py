@@ -9,7 +9,8 @@ from typing import Final
 import trio
 
 from .files import Connection, Driver, Durability, connection, fresh_file, rows
-from .rounds import RATE, Sample
+from .names import MAX, P50, P99
+from .rounds import Sample, Watch, percentile
 
 BATCH: Final = 100
 LEASE: Final = 60_000_000  # microseconds, as all instants here
@@ -31,12 +32,38 @@ async def _tasks(count: int, at_a_time: int) -> Sample:
             left -= 1
             nursery.start_soon(task)
 
-    start = time.perf_counter()
+    watch = Watch()
     async with trio.open_nursery() as nursery:
         left -= at_a_time
         for _ in range(at_a_time):
             nursery.start_soon(task)
-    return {RATE: count / (time.perf_counter() - start)}
+    return watch.sample(count)
+
+
+async def tick(late: list[float]) -> None:
+    """Note how late, in ms, a task is that wants to run every millisecond; until cancelled."""
+    while True:
+        due = trio.current_time() + 0.001
+        await trio.sleep_until(due)
+        late.append((trio.current_time() - due) * 1000)
+
+
+def lateness(late: list[float]) -> Sample:
+    return {P50: percentile(late, 50), P99: percentile(late, 99), MAX: max(late)}
+
+
+def ticker_beside_tasks(count: int, at_a_time: int) -> Sample:
+    """What bare Trio alone makes a ticker wait, with so many tasks at a time."""
+
+    async def main() -> Sample:
+        late: list[float] = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(tick, late)
+            rate = await _tasks(count, at_a_time)
+            nursery.cancel_scope.cancel()
+        return {**rate, **lateness(late)}
+
+    return trio.run(main)
 
 
 # SQLite. The table and its statements are what a job's life needs: an index of the ready rows
@@ -89,11 +116,11 @@ def inserts(count: int, driver: Driver, durability: Durability) -> Sample:
     """One INSERT a transaction, again and again."""
     with fresh_file() as path, connection(path, driver, durability) as opened:
         _make_tables(opened)
-        start = time.perf_counter()
+        watch = Watch()
         for number in range(count):
             now = _now()
             opened.execute(_INSERT, (now, now, _payload(number)))
-        return {RATE: count / (time.perf_counter() - start)}
+        return watch.sample(count)
 
 
 def life_cycles(count: int, driver: Driver, durability: Durability) -> Sample:
@@ -106,14 +133,13 @@ def life_cycles(count: int, driver: Driver, durability: Durability) -> Sample:
             opened.execute(_INSERT, (now, now, _payload(number)))
         rows(opened, "COMMIT")
         done = 0
-        start = time.perf_counter()
+        watch = Watch()
         claimed = _fused(opened, [])
         while claimed:
             done += len(claimed)
             claimed = _fused(opened, claimed)
-        seconds = time.perf_counter() - start
         assert done == count
-        return {RATE: count / seconds}
+        return watch.sample(count)
 
 
 def _fused(opened: Connection, ended: list[tuple[int, int]]) -> list[tuple[int, int]]:

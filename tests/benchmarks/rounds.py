@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
@@ -17,6 +18,7 @@ Sample: TypeAlias = Mapping[str, float]
 """What one measurement found, by metric."""
 
 RATE: Final = "per second"
+CPU: Final = "CPU us each"
 
 
 class Unavailable(Exception):
@@ -31,13 +33,13 @@ class Case:
     measure: Callable[[int], Sample]
     count: int
     seconds: float | None = None
-    """Choose the count so that it takes about so long (if it has a rate)."""
+    """Let a first round, which does not count, find the count that takes about so long."""
     most: int = 1_000_000
 
 
 @dataclass
 class Results:
-    """All samples, in the order of their rounds."""
+    """All samples in the order of their rounds, and why some are missing."""
 
     samples: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -61,6 +63,18 @@ class Results:
         return statistics.median(ratios) if ratios else None
 
 
+class Watch:
+    """Wall time and processor time since it was made."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._cpu = time.process_time()
+
+    def sample(self, count: int) -> Sample:
+        cpu = time.process_time() - self._cpu
+        return {RATE: count / (time.perf_counter() - self._start), CPU: cpu / count * 1e6}
+
+
 def percentile(values: Sequence[float], percent: float) -> float:
     """The smallest value that so many percent of them do not exceed."""
     ordered = sorted(values)
@@ -81,31 +95,40 @@ def fitting(case: Case, sample: Sample) -> int:
     return min(case.most, max(case.count, round(sample[RATE] * case.seconds)))
 
 
+def measurements(cases: Sequence[Case], rounds: int) -> int:
+    """How many `run_rounds` makes."""
+    return len(cases) * rounds + sum(case.seconds is not None for case in cases)
+
+
 def run_rounds(
     cases: Sequence[Case],
     rounds: int,
     results: Results,
-    measured: Callable[[Case], None] = lambda case: None,
+    measuring: Callable[[Case], None] = lambda case: None,
 ) -> None:
-    """Measure each case once a round, after a first, smaller round that is not counted."""
-    counts = [case.count for case in cases]
-    broken: set[int] = set()
-    warm_ups = 1 if any(case.seconds is not None for case in cases) else 0
-    for number, numbers in enumerate(order(len(cases), warm_ups + rounds)):
-        is_warm_up = number < warm_ups
-        for index in numbers:
-            case = cases[index]
-            if index in broken or (is_warm_up and case.seconds is None):
-                continue
-            gc.collect()
-            try:
-                sample = case.measure(counts[index])
-            except Unavailable as reason:
-                results.notes.append(f"{case.name}: {reason}")
-                broken.add(index)
-                continue
-            if is_warm_up:
-                counts[index] = fitting(case, sample)
-            else:
-                results.add(case.name, sample)
-            measured(case)
+    """Size the cases in a round that does not count, then measure each once a round.
+
+    One that is not available is left out from then on, and a note says so.
+    """
+    counts: dict[str, int] = {}
+    broken: set[str] = set()
+
+    def measure(case: Case) -> Sample | None:
+        measuring(case)
+        if case.name in broken:
+            return None
+        gc.collect()
+        try:
+            return case.measure(counts.get(case.name, case.count))
+        except Unavailable as reason:
+            results.notes.append(f"{case.name}: {reason}")
+            broken.add(case.name)
+            return None
+
+    for case in cases:
+        if case.seconds is not None and (sample := measure(case)) is not None:
+            counts[case.name] = fitting(case, sample)
+    for numbers in order(len(cases), rounds):
+        for number in numbers:
+            if (sample := measure(cases[number])) is not None:
+                results.add(cases[number].name, sample)

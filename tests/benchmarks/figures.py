@@ -1,0 +1,165 @@
+"""The figures to reach: what is computed of the samples, and how it is judged."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from . import names
+from .names import FULL, HUEY, NORMAL, OURS, P50, P99
+from .rounds import RATE, Results
+
+Value: TypeAlias = Callable[[Results], float | None]
+
+
+class Verdict(enum.Enum):
+    GOAL = "goal"
+    OK = "ok"
+    MISSED = "missed"
+    UNKNOWN = "not measured"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One number of a figure."""
+
+    value: Value
+    least: float
+    goal: float
+    unit: str = ""
+    lower_is_better: bool = False
+
+    def verdict(self, results: Results) -> Verdict:
+        value = self.value(results)
+        if value is None:
+            return Verdict.UNKNOWN
+        sign = -1 if self.lower_is_better else 1
+        if sign * value >= sign * self.goal:
+            return Verdict.GOAL
+        return Verdict.OK if sign * value >= sign * self.least else Verdict.MISSED
+
+
+@dataclass(frozen=True)
+class Figure:
+    name: str
+    parts: tuple[Part, ...]
+
+    def verdict(self, results: Results) -> Verdict:
+        """That of its worst part."""
+        found = {part.verdict(results) for part in self.parts}
+        worst_first = (Verdict.UNKNOWN, Verdict.MISSED, Verdict.OK, Verdict.GOAL)
+        return next(verdict for verdict in worst_first if verdict in found)
+
+    def measured(self, results: Results) -> str:
+        return "; ".join(_text(part.value(results), part.unit) for part in self.parts)
+
+    @property
+    def least(self) -> str:
+        text = "; ".join(_text(part.least, part.unit) for part in self.parts)
+        return f"at most {text}" if self.parts[0].lower_is_better else text
+
+    @property
+    def goal(self) -> str:
+        return "; ".join(_text(part.goal, part.unit) for part in self.parts)
+
+
+def _text(value: float | None, unit: str) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3g}" + (f" {unit}" if unit else "")
+
+
+def _ratio(case: str, other: str, metric: str = RATE) -> Value:
+    return lambda results: results.ratio(case, other, metric)
+
+
+def _median(case: str, metric: str) -> Value:
+    return lambda results: results.median(case, metric)
+
+
+def _ms(value: Value, least: float, goal: float) -> Part:
+    return Part(value, least, goal, "ms", lower_is_better=True)
+
+
+def _lateness(results: Results) -> float | None:
+    """What the library adds to a bare loop."""
+    with_us = results.median(names.LATENESS, P99)
+    without = results.median(names.BARE_LATENESS, P99)
+    return None if with_us is None or without is None else max(0.0, with_us - without)
+
+
+_ours_full_10: Final = names.drain(OURS, 10, FULL)
+_ours_full_100: Final = names.drain(OURS, 100, FULL)
+_ours_normal_10: Final = names.drain(OURS, 10, NORMAL)
+_ours_normal_100: Final = names.drain(OURS, 100, NORMAL)
+_idle: Final = names.latency(names.WHILE_IDLE, FULL)
+_offered: Final = names.latency(names.AT_1000, FULL)
+_wake: Final = names.wake(FULL)
+
+FIGURES: Final = (
+    Figure(
+        "drain, 100 workers, NORMAL / bare Trio at 100",
+        (Part(_ratio(_ours_normal_100, names.bare(100)), 0.5, 0.7),),
+    ),
+    Figure(
+        "drain, 10 workers, NORMAL / raw fused finish + claim in batches of 100",
+        (Part(_ratio(_ours_normal_10, names.raw(NORMAL)), 0.25, 0.4),),
+    ),
+    Figure(
+        "drain, 100 workers, FULL / the same at NORMAL",
+        (Part(_ratio(_ours_full_100, _ours_normal_100), 0.6, 0.8),),
+    ),
+    Figure(
+        "drain, ours FULL / SqliteHuey as it comes (FULL), 10; 100 workers",
+        (
+            Part(_ratio(_ours_full_10, names.drain(HUEY, 10, FULL)), 7, 10),
+            Part(_ratio(_ours_full_100, names.drain(HUEY, 100, FULL)), 15, 20),
+        ),
+    ),
+    Figure(
+        "enqueue from 100 tasks, FULL / stdlib sqlite3 one insert a transaction, FULL",
+        (Part(_ratio(names.enqueue(OURS, 100, FULL), names.INSERTS), 12, 20),),
+    ),
+    Figure(
+        "enqueue from 1 task, FULL / the same",
+        (Part(_ratio(names.enqueue(OURS, 1, FULL), names.INSERTS), 0.4, 0.6),),
+    ),
+    Figure(
+        "enqueue to start, idle, p50; p99",
+        (_ms(_median(_idle, P50), 0.5, 0.3), _ms(_median(_idle, P99), 2, 1)),
+    ),
+    Figure(
+        "the same at 1,000 jobs/s offered",
+        (_ms(_median(_offered, P50), 0.6, 0.4), _ms(_median(_offered, P99), 3, 1.2)),
+    ),
+    Figure(
+        "cross-process wake-up p50; p99; idle CPU",
+        (
+            _ms(_median(_wake, P50), 0.8, 0.4),
+            _ms(_median(_wake, P99), 3, 1),
+            Part(_median(names.IDLE, names.IDLE_CPU), 0.2, 0.05, "%", lower_is_better=True),
+        ),
+    ),
+    Figure(
+        "life cycle at 1 million finished rows / at none",
+        (Part(_ratio(names.life_cycle(names.FINISHED), names.life_cycle(names.NONE)), 0.85, 1),),
+    ),
+    Figure(
+        "claim with 1 million rows scheduled for later / with none",
+        (
+            Part(
+                _ratio(names.claim(names.LATER), names.claim(names.NONE), P50),
+                1.3,
+                1,
+                lower_is_better=True,
+            ),
+        ),
+    ),
+    Figure(
+        "2 processes / 1 process, 100 workers each",
+        (Part(_ratio(names.processes(2), names.processes(1)), 1.3, 1.6),),
+    ),
+    Figure("loop lateness from the library, 100 workers, p99", (_ms(_lateness, 3, 1),)),
+)

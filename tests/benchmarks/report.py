@@ -1,0 +1,155 @@
+"""What the command prints, and the JSON file."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sqlite3
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any, Final
+
+from rich.table import Table
+
+from .figures import FIGURES, Verdict
+from .files import Driver
+from .peers import is_installed
+from .plan import Group
+from .rounds import RATE, Results
+
+STYLES: Final = {
+    Verdict.GOAL: "green",
+    Verdict.OK: "green",
+    Verdict.MISSED: "red",
+    Verdict.UNKNOWN: "dim",
+}
+PACKAGES: Final = ("trio", "msgspec", "apsw", "huey", "litequeue", "persist-queue")
+
+
+def group_table(group: Group, cases: Sequence[str], results: Results) -> Table:
+    """Medians, the range of the rates, and rates as ratios to the group's reference."""
+    table = Table(title=group.title, title_justify="left")
+    table.add_column("case")
+    metrics = list(dict.fromkeys(m for case in cases for m in results.samples.get(case, {})))
+    for metric in metrics:
+        table.add_column(metric, justify="right")
+        if metric == RATE:
+            table.add_column("from - to", justify="right", style="dim")
+            if group.reference is not None:
+                table.add_column("ratio", justify="right")
+    for case in cases:
+        cells = [case.split(": ", 1)[-1]]
+        for metric in metrics:
+            values = results.of(case, metric)
+            cells.append(_number(results.median(case, metric)))
+            if metric == RATE:
+                cells.append(f"{_number(min(values))} - {_number(max(values))}" if values else "")
+                if group.reference is not None:
+                    ratio = results.ratio(case, group.reference)
+                    cells.append("" if ratio is None else f"{ratio:.3g}")
+        table.add_row(*cells)
+    return table
+
+
+def figures_table(results: Results) -> Table:
+    table = Table(title="Figures to reach", title_justify="left")
+    for heading in ("figure", "measured", "at least", "goal", ""):
+        table.add_column(heading)
+    for figure in FIGURES:
+        verdict = figure.verdict(results)
+        table.add_row(
+            figure.name,
+            figure.measured(results),
+            figure.least,
+            figure.goal,
+            verdict.value,
+            style=STYLES[verdict],
+        )
+    return table
+
+
+def figures_markdown(results: Results) -> str:
+    lines = ["| figure | measured | at least | goal | |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {figure.name} | {figure.measured(results)} | {figure.least} | {figure.goal}"
+        f" | {figure.verdict(results).value} |"
+        for figure in FIGURES
+    ]
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on, and nothing that tells whose machine it is."""
+    return {
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "allowed_cores": allowed_cores(),
+    }
+
+
+def allowed_cores() -> list[int]:
+    """Those this process may run on (`taskset` chooses)."""
+    if sys.platform == "linux":
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def pinned() -> str:
+    """Whether fewer cores are allowed than there are."""
+    cores, count = allowed_cores(), os.cpu_count() or 1
+    if len(cores) == count:
+        return f"not pinned, {count} cores"
+    return f"pinned to core {', '.join(map(str, cores))} of {count}"
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(": ", 1)[1].strip() for line in file if "model name" in line)
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def versions(driver: Driver) -> dict[str, str]:
+    found = {"python": platform.python_version(), "sqlite (sqlite3)": sqlite3.sqlite_version}
+    if is_installed("apsw"):
+        import apsw
+
+        found["sqlite (apsw)"] = apsw.sqlite_lib_version()
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def document(mode: str, driver: Driver, results: Results) -> dict[str, Any]:
+    """Everything that was measured, for a JSON file."""
+    return {
+        "mode": mode,
+        "driver": driver,
+        "machine": machine(),
+        "versions": versions(driver),
+        "notes": results.notes,
+        "samples": results.samples,
+        "figures": [
+            {
+                "name": figure.name,
+                "measured": [part.value(results) for part in figure.parts],
+                "least": [part.least for part in figure.parts],
+                "goal": [part.goal for part in figure.parts],
+                "verdict": figure.verdict(results).value,
+            }
+            for figure in FIGURES
+        ],
+    }
