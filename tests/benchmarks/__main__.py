@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from . import peers, plot, report
+from .figures import FIGURES
 from .files import Driver
 from .plan import FULL_SIZE, GROUPS, QUICK, Setting, Size
 from .rounds import Case, Results, measurements, run_rounds
@@ -47,18 +48,23 @@ def main(
     medians of the ratios within the rounds.
     """
     if pin is not None:
+        if sys.platform != "linux":
+            raise click.ClickException("--pin works on Linux only")
         os.sched_setaffinity(0, {pin})
     if plot_file is not None and not plot.is_possible():
         raise click.ClickException("--plot needs matplotlib")
     mode = "quick" if is_quick else "full"
     console = Console()
+    if not console.is_terminal:
+        console.width = 140
     console.print(f"{mode}, driver {driver}, {report.pinned()}")
     results = Results()
     size = QUICK if is_quick else FULL_SIZE
     measure(names or list(GROUPS), size, driver, with_peers, rounds, results, console)
-    console.print(report.figures_table(results))
+    figures = [figure for figure in FIGURES if not names or figure.is_measured(results)]
+    console.print(report.figures_table(figures, results))
     if markdown:
-        click.echo(report.figures_markdown(results))
+        click.echo(report.figures_markdown(figures, results))
     if json_file is not None:
         found = report.document(mode, driver, results)
         json_file.write_text(json.dumps(found, indent=1) + "\n")

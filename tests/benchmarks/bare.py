@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from typing import Final
 
@@ -110,6 +111,17 @@ FROM json_each(?) AS ended
 WHERE job.id = json_extract(ended.value, '$[0]')
     AND job.claims = json_extract(ended.value, '$[1]') AND job.state = 2
 """
+
+
+def synchronizations(count: int) -> Sample:
+    """What the disk makes of a commit: a page is written and brought to the disk."""
+    page = bytes(4096)
+    with fresh_file() as path, path.open("wb", buffering=0) as file:
+        watch = Watch()
+        for _ in range(count):
+            file.write(page)
+            os.fsync(file.fileno())
+        return watch.sample(count)
 
 
 def inserts(count: int, driver: Driver, durability: Durability) -> Sample:

@@ -52,6 +52,9 @@ class Figure:
         worst_first = (Verdict.UNKNOWN, Verdict.MISSED, Verdict.OK, Verdict.GOAL)
         return next(verdict for verdict in worst_first if verdict in found)
 
+    def is_measured(self, results: Results) -> bool:
+        return any(part.value(results) is not None for part in self.parts)
+
     def measured(self, results: Results) -> str:
         return "; ".join(_text(part.value(results), part.unit) for part in self.parts)
 
@@ -88,6 +91,13 @@ def _lateness(results: Results) -> float | None:
     with_us = results.median(names.LATENESS, P99)
     without = results.median(names.BARE_LATENESS, P99)
     return None if with_us is None or without is None else max(0.0, with_us - without)
+
+
+def _claim(results: Results) -> float | None:
+    """The worse of how much longer a single job takes to its start, and many a whole life."""
+    one = results.ratio(names.claim(names.LATER), names.claim(names.NONE), P50)
+    many = results.ratio(names.life_cycle(names.NONE), names.life_cycle(names.LATER))
+    return None if one is None or many is None else max(one, many)
 
 
 _ours_full_10: Final = names.drain(OURS, 10, FULL)
@@ -148,14 +158,7 @@ FIGURES: Final = (
     ),
     Figure(
         "claim with 1 million rows scheduled for later / with none",
-        (
-            Part(
-                _ratio(names.claim(names.LATER), names.claim(names.NONE), P50),
-                1.3,
-                1,
-                lower_is_better=True,
-            ),
-        ),
+        (Part(_claim, 1.3, 1, lower_is_better=True),),
     ),
     Figure(
         "2 processes / 1 process, 100 workers each",

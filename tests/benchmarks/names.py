@@ -9,6 +9,7 @@ from .files import Durability
 OURS: Final = "trio_jobs"
 BARE: Final = "bare Trio"
 RAW: Final = "raw SQLite"
+SYNC: Final = "enqueue: 4 kB written to a file and synchronized, no SQLite"
 INSERTS: Final = "enqueue: stdlib sqlite3, one INSERT a transaction, FULL"
 HUEY: Final = "SqliteHuey"
 
@@ -18,8 +19,8 @@ NORMAL: Final[Durability] = "normal"
 P50: Final = "p50 ms"
 P99: Final = "p99 ms"
 MAX: Final = "max ms"
-P50_RETURNED: Final = "p50 ms from the return"
-P99_RETURNED: Final = "p99 ms from the return"
+P50_RETURNED: Final = "p50 after ack"
+P99_RETURNED: Final = "p99 after ack"
 IDLE_CPU: Final = "idle CPU %"
 SLOWEST: Final = "slowest's share"
 GROWTH: Final = "growth MB"
@@ -51,29 +52,29 @@ def latency(load: str, durability: Durability) -> str:
 
 
 def wake(durability: Durability) -> str:
-    return f"enqueue to start in another process, {durability.upper()}"
+    return f"enqueue to start: in another process, {durability.upper()}"
 
 
-IDLE: Final = "idle runner process"
+IDLE: Final = "idle: runner process"
 
 
 def life_cycle(table: str) -> str:
-    return f"life cycle: {table}"
+    return f"table: life cycle, {table}"
 
 
 def claim(table: str) -> str:
-    return f"enqueue to start, idle, NORMAL: {table}"
+    return f"table: enqueue to start, {table}"
 
 
-NONE: Final = "nothing else in the table"
+NONE: Final = "nothing else"
 FINISHED: Final = "many finished"
-LATER: Final = "many scheduled for later"
+LATER: Final = "many for later"
 
 
 def processes(count: int) -> str:
-    return f"{count} process{'es' if count > 1 else ''}, 100 workers each, FULL"
+    return f"processes: {count}, 100 workers each, FULL"
 
 
-LATENESS: Final = "1 ms ticker beside a drain, 100 workers, FULL"
-BARE_LATENESS: Final = "1 ms ticker beside bare Trio, 100 tasks"
-MEMORY: Final = "memory of one runner"
+LATENESS: Final = "lateness: 1 ms ticker beside a drain, 100 workers, FULL"
+BARE_LATENESS: Final = "lateness: 1 ms ticker beside bare Trio, 100 at a time"
+MEMORY: Final = "memory: one runner, 100 workers, NORMAL"

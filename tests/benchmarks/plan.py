@@ -52,7 +52,7 @@ QUICK: Final = Size(
     memory=100_000,
 )
 FULL_SIZE: Final = Size(
-    rounds=9,
+    rounds=7,
     seconds=0.4,
     latencies=300,
     offered=2000,
@@ -81,10 +81,6 @@ class Setting:
     def normal(self) -> Way:
         return Way(self.driver, NORMAL)
 
-    @property
-    def ways(self) -> tuple[Way, Way]:
-        return self.normal, self.full
-
     def rate(self, name: str, measure: Callable[[int], Sample], first: int) -> Case:
         return Case(name, measure, first, self.size.seconds)
 
@@ -103,12 +99,16 @@ class Group:
     rounds: Callable[[int], int] = lambda rounds: rounds
 
 
+def once(rounds: int) -> int:
+    return 1
+
+
 def _drain(setting: Setting) -> Iterator[Case]:
     # What is compared is measured side by side.
     for count in (1, 10, 100):
         if count > 1:
             yield setting.rate(names.bare(count), partial(bare.tasks, at_a_time=count), 2000)
-        for way in setting.ways:
+        for way in (setting.normal, setting.full):
             name = names.drain(OURS, count, way.durability)
             yield setting.rate(name, partial(ours.drain, workers=count, way=way), 50 + 5 * count)
             if count == 10:
@@ -123,10 +123,12 @@ def _drain(setting: Setting) -> Iterator[Case]:
 
 
 def _enqueue(setting: Setting) -> Iterator[Case]:
+    # The disk's speed changes by the minute: those that wait for it one after the other.
+    yield setting.rate(names.SYNC, bare.synchronizations, 100)
     inserts = partial(bare.inserts, driver="sqlite3", durability=FULL)
     yield setting.rate(names.INSERTS, inserts, 100)
-    for count in (1, 100, 10):
-        for way in setting.ways[::-1]:
+    for way in (setting.full, setting.normal):
+        for count in (1, 10, 100):
             name = names.enqueue(OURS, count, way.durability)
             yield setting.rate(name, partial(ours.enqueue, tasks=count, way=way), 100 + count)
     for peer in setting.peers:
@@ -137,7 +139,7 @@ def _enqueue(setting: Setting) -> Iterator[Case]:
 
 def _latency(setting: Setting) -> Iterator[Case]:
     size = setting.size
-    for way in setting.ways[::-1]:
+    for way in (setting.full, setting.normal):
         idle = partial(ours.latency, way=way, per_second=None)
         yield Case(names.latency(names.WHILE_IDLE, way.durability), idle, size.latencies)
         loaded = partial(ours.latency, way=way, per_second=1000)
@@ -145,7 +147,7 @@ def _latency(setting: Setting) -> Iterator[Case]:
 
 
 def _wake(setting: Setting) -> Iterator[Case]:
-    for way in setting.ways[::-1]:
+    for way in (setting.full, setting.normal):
         measure = partial(processes.wake_up, way=way)
         yield Case(names.wake(way.durability), measure, setting.size.wake_ups)
 
@@ -193,9 +195,9 @@ GROUPS: Final = {
     "enqueue": Group("Enqueue, one job a call", _enqueue, names.INSERTS),
     "latency": Group("From enqueue to start, in one process", _latency),
     "wake": Group("From enqueue to start, in another process", _wake),
-    "idle": Group("A runner process with nothing to do", _idle, rounds=lambda rounds: 1),
+    "idle": Group("A runner process with nothing to do", _idle, rounds=once),
     "growth": Group("In a table with many other jobs", _growth, names.life_cycle(names.NONE)),
     "processes": Group("Processes on one file", _processes, names.processes(1)),
     "lateness": Group("Loop lateness", _lateness),
-    "memory": Group("Memory", _memory, rounds=lambda rounds: 1),
+    "memory": Group("Memory", _memory, rounds=once),
 }

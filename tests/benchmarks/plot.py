@@ -8,7 +8,7 @@ from typing import Any
 
 from . import names
 from .names import P50, P99
-from .peers import is_installed
+from .peers import PEERS, is_installed
 from .rounds import RATE, Results
 
 
@@ -25,13 +25,10 @@ def draw(results: Results, title: str, path: Path) -> None:
     panels = [
         ("Drain of no-op jobs", "jobs per second", _starting(cases, "drain: "), [RATE]),
         ("Enqueue, one job a call", "jobs per second", _starting(cases, "enqueue: "), [RATE]),
-        ("From enqueue to start", "ms", _starting(cases, "enqueue to start"), [P50, P99]),
-        (
-            "Life cycles; processes on one file",
-            "jobs per second",
-            _starting(cases, "life cycle") + [case for case in cases if "process" in case[:11]],
-            [RATE],
-        ),
+        ("From enqueue to start", "ms", _starting(cases, "enqueue to start: "), [P50, P99]),
+        ("In a full table", "jobs per second", _starting(cases, "table: life cycle"), [RATE]),
+        ("Processes on one file", "jobs per second", _starting(cases, "processes: "), [RATE]),
+        ("Lateness of a 1 ms ticker", "ms", _starting(cases, "lateness: "), [P50, P99]),
     ]
     panels = [panel for panel in panels if panel[2]]
     heights = [1.5 + len(panel[2]) * len(panel[3]) for panel in panels] or [1.0]
@@ -63,12 +60,13 @@ def _bars(axes: Any, results: Results, cases: Sequence[str], metrics: Sequence[s
             axes.barh(len(labels), median, xerr=spread, color=color, ecolor="black", capsize=2)
             text = f"{median:,.0f}" if median >= 100 else f"{median:.3g}"
             axes.text(max(values), len(labels), f"  {text}", va="center", fontsize=8)
-            labels.append(case if metric == RATE else f"{case}, {metric.removesuffix(' ms')}")
+            short = case.split(": ", 1)[1]
+            labels.append(short if metric == RATE else f"{short}, {metric.removesuffix(' ms')}")
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.12)
 
 
 def _is_ours(case: str) -> bool:
-    others = ("SqliteHuey", "litequeue", "persist-queue", names.BARE, names.RAW, names.INSERTS)
-    return not any(other in case for other in others)
+    yardsticks = (names.BARE, names.RAW, names.INSERTS, names.SYNC)
+    return not any(other in case for other in (*yardsticks, *(peer.name for peer in PEERS)))

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from rich.table import Table
 
-from .figures import FIGURES, Verdict
+from .figures import FIGURES, Figure, Verdict
 from .files import Driver
 from .peers import is_installed
 from .plan import Group
@@ -28,35 +28,40 @@ PACKAGES: Final = ("trio", "msgspec", "apsw", "huey", "litequeue", "persist-queu
 
 
 def group_table(group: Group, cases: Sequence[str], results: Results) -> Table:
-    """Medians, the range of the rates, and rates as ratios to the group's reference."""
+    """Medians, the range of the rates, and the rates as ratios to the group's reference."""
     table = Table(title=group.title, title_justify="left")
-    table.add_column("case")
+    table.add_column("case", no_wrap=True)
     metrics = list(dict.fromkeys(m for case in cases for m in results.samples.get(case, {})))
     for metric in metrics:
-        table.add_column(metric, justify="right")
+        table.add_column(metric, justify="right", no_wrap=True)
         if metric == RATE:
-            table.add_column("from - to", justify="right", style="dim")
+            table.add_column("from - to", justify="right", style="dim", no_wrap=True)
             if group.reference is not None:
-                table.add_column("ratio", justify="right")
+                table.add_column("ratio", justify="right", no_wrap=True)
+                table.caption = f"ratio: to {_short(group.reference)}"
     for case in cases:
-        cells = [case.split(": ", 1)[-1]]
+        cells = [_short(case)]
         for metric in metrics:
             values = results.of(case, metric)
             cells.append(_number(results.median(case, metric)))
             if metric == RATE:
                 cells.append(f"{_number(min(values))} - {_number(max(values))}" if values else "")
                 if group.reference is not None:
-                    ratio = results.ratio(case, group.reference)
-                    cells.append("" if ratio is None else f"{ratio:.3g}")
+                    cells.append(_number(results.ratio(case, group.reference)))
         table.add_row(*cells)
     return table
 
 
-def figures_table(results: Results) -> Table:
+def _short(case: str) -> str:
+    """Without the name of its group."""
+    return case.split(": ", 1)[1]
+
+
+def figures_table(figures: Sequence[Figure], results: Results) -> Table:
     table = Table(title="Figures to reach", title_justify="left")
     for heading in ("figure", "measured", "at least", "goal", ""):
         table.add_column(heading)
-    for figure in FIGURES:
+    for figure in figures:
         verdict = figure.verdict(results)
         table.add_row(
             figure.name,
@@ -69,12 +74,12 @@ def figures_table(results: Results) -> Table:
     return table
 
 
-def figures_markdown(results: Results) -> str:
+def figures_markdown(figures: Sequence[Figure], results: Results) -> str:
     lines = ["| figure | measured | at least | goal | |", "|---|---|---|---|---|"]
     lines += [
         f"| {figure.name} | {figure.measured(results)} | {figure.least} | {figure.goal}"
         f" | {figure.verdict(results).value} |"
-        for figure in FIGURES
+        for figure in figures
     ]
     return "\n".join(lines)
 

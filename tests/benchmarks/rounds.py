@@ -90,13 +90,18 @@ def order(count: int, rounds: int) -> Iterator[list[int]]:
 
 def fitting(case: Case, sample: Sample) -> int:
     """How many take as long as wanted, at the rate that was found."""
-    if case.seconds is None or RATE not in sample:
+    if case.seconds is None:
         return case.count
     return min(case.most, max(case.count, round(sample[RATE] * case.seconds)))
 
 
+def is_slow(case: Case, sample: Sample) -> bool:
+    """Whether even the smallest count takes far longer than wanted."""
+    return case.seconds is not None and case.count / sample[RATE] > 5 * case.seconds
+
+
 def measurements(cases: Sequence[Case], rounds: int) -> int:
-    """How many `run_rounds` makes."""
+    """How many `run_rounds` makes at most."""
     return len(cases) * rounds + sum(case.seconds is not None for case in cases)
 
 
@@ -108,9 +113,11 @@ def run_rounds(
 ) -> None:
     """Size the cases in a round that does not count, then measure each once a round.
 
-    One that is not available is left out from then on, and a note says so.
+    Slow ones are only measured in the first round. One that is not available is left out from
+    then on, and a note says so.
     """
     counts: dict[str, int] = {}
+    slow: set[str] = set()
     broken: set[str] = set()
 
     def measure(case: Case) -> Sample | None:
@@ -128,7 +135,10 @@ def run_rounds(
     for case in cases:
         if case.seconds is not None and (sample := measure(case)) is not None:
             counts[case.name] = fitting(case, sample)
-    for numbers in order(len(cases), rounds):
-        for number in numbers:
-            if (sample := measure(cases[number])) is not None:
-                results.add(cases[number].name, sample)
+            if is_slow(case, sample):
+                slow.add(case.name)
+    for number, indexes in enumerate(order(len(cases), rounds)):
+        for case in [cases[index] for index in indexes]:
+            is_skipped = number > 0 and case.name in slow
+            if not is_skipped and (sample := measure(case)) is not None:
+                results.add(case.name, sample)
