@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from functools import partial
@@ -96,12 +97,14 @@ def test_a_first_round_finds_the_counts_and_is_not_counted() -> None:
     assert measurements(cases, 2) == len(measured.calls)
 
 
-def test_a_slow_case_is_measured_only_in_the_first_round() -> None:
+def test_of_a_slow_case_the_first_round_may_do() -> None:
     measured, results = Measured(), Results()
 
-    run_rounds([measured.case("slow", 100, 20, 0.5)], 3, results)
+    case = measured.case("slow", 100, 20, 0.5)
+    run_rounds([dataclasses.replace(case, once_if_slow=True)], 3, results)
 
-    assert measured.calls == [("slow", 100)] * 2
+    assert measured.calls == [("slow", 100)]
+    assert results.of("slow") == [20]
 
 
 def test_a_case_that_is_not_available_is_left_out_with_a_note() -> None:

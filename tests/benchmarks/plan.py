@@ -11,7 +11,7 @@ from typing import Final
 
 from . import bare, names, ours, processes
 from .files import Driver, fresh_file
-from .names import FULL, NORMAL, OURS
+from .names import FULL, HUEY, NORMAL, OURS
 from .ours import Way
 from .peers import Peer
 from .rounds import Case, Sample
@@ -84,6 +84,10 @@ class Setting:
     def rate(self, name: str, measure: Callable[[int], Sample], first: int) -> Case:
         return Case(name, measure, first, self.size.seconds)
 
+    def peer(self, peer: Peer, name: str, measure: Callable[[int], Sample]) -> Case:
+        # A figure is computed of SqliteHuey.
+        return Case(name, measure, 100, self.size.seconds, once_if_slow=peer.name != HUEY)
+
     def file(self) -> Path:
         return self.stack.enter_context(fresh_file())
 
@@ -99,42 +103,47 @@ class Group:
     rounds: Callable[[int], int] = lambda rounds: rounds
 
 
+def half(rounds: int) -> int:
+    """To start processes takes longer than to measure them."""
+    return (rounds + 1) // 2
+
+
 def once(rounds: int) -> int:
     return 1
 
 
 def _drain(setting: Setting) -> Iterator[Case]:
     # What is compared is measured side by side.
-    for count in (1, 10, 100):
+    for count, first in ((1, 100), (10, 500), (100, 2000)):
         if count > 1:
             yield setting.rate(names.bare(count), partial(bare.tasks, at_a_time=count), 2000)
         for way in (setting.normal, setting.full):
             name = names.drain(OURS, count, way.durability)
-            yield setting.rate(name, partial(ours.drain, workers=count, way=way), 50 + 5 * count)
+            yield setting.rate(name, partial(ours.drain, workers=count, way=way), first)
             if count == 10:
                 raw = partial(bare.life_cycles, driver=way.driver, durability=way.durability)
                 yield setting.rate(names.raw(way.durability), raw, 1000)
         if count > 1:
             for peer in setting.peers:
                 name = names.drain(peer.name, count, FULL)
-                yield setting.rate(name, partial(peer.drain, count), 100)
+                yield setting.peer(peer, name, partial(peer.drain, count))
     with_checkpoint = partial(ours.drain, workers=100, way=setting.normal, with_checkpoint=True)
-    yield setting.rate(names.WITH_CHECKPOINT, with_checkpoint, 500)
+    yield setting.rate(names.WITH_CHECKPOINT, with_checkpoint, 2000)
 
 
 def _enqueue(setting: Setting) -> Iterator[Case]:
     # The disk's speed changes by the minute: those that wait for it one after the other.
-    yield setting.rate(names.SYNC, bare.synchronizations, 100)
+    yield setting.rate(names.SYNC, bare.synchronizations, 30)
     inserts = partial(bare.inserts, driver="sqlite3", durability=FULL)
-    yield setting.rate(names.INSERTS, inserts, 100)
+    yield setting.rate(names.INSERTS, inserts, 50)
     for way in (setting.full, setting.normal):
         for count in (1, 10, 100):
             name = names.enqueue(OURS, count, way.durability)
-            yield setting.rate(name, partial(ours.enqueue, tasks=count, way=way), 100 + count)
+            yield setting.rate(name, partial(ours.enqueue, tasks=count, way=way), 50 + 2 * count)
     for peer in setting.peers:
         for count in (1, 100):
             name = names.enqueue(peer.name, count, FULL)
-            yield setting.rate(name, partial(peer.enqueue, count), 100)
+            yield setting.peer(peer, name, partial(peer.enqueue, count))
 
 
 def _latency(setting: Setting) -> Iterator[Case]:
@@ -163,7 +172,7 @@ def _growth(setting: Setting) -> Iterator[Case]:
     ours.make_table(later, way.driver, size.table, is_finished=False, delay=1e7)
     for name, path in ((names.NONE, None), (names.FINISHED, finished), (names.LATER, later)):
         measure = partial(ours.life_cycle, way=way, path=path)
-        yield setting.rate(names.life_cycle(name), measure, 500)
+        yield setting.rate(names.life_cycle(name), measure, 1000)
     for name, path in ((names.NONE, None), (names.LATER, later)):
         claim = partial(ours.latency, way=way, per_second=None, path=path)
         yield Case(names.claim(name), claim, size.latencies)
@@ -182,7 +191,7 @@ def _lateness(setting: Setting) -> Iterator[Case]:
     beside = partial(bare.ticker_beside_tasks, at_a_time=count)
     yield setting.rate(names.BARE_LATENESS, beside, 2000)
     drain = partial(ours.ticker_beside_drain, workers=count, way=setting.full)
-    yield setting.rate(names.LATENESS, drain, 500)
+    yield setting.rate(names.LATENESS, drain, 1000)
 
 
 def _memory(setting: Setting) -> Iterator[Case]:
@@ -194,10 +203,10 @@ GROUPS: Final = {
     "drain": Group("Drain of no-op jobs", _drain, names.bare(100)),
     "enqueue": Group("Enqueue, one job a call", _enqueue, names.INSERTS),
     "latency": Group("From enqueue to start, in one process", _latency),
-    "wake": Group("From enqueue to start, in another process", _wake),
+    "wake": Group("From enqueue to start, in another process", _wake, rounds=half),
     "idle": Group("A runner process with nothing to do", _idle, rounds=once),
     "growth": Group("In a table with many other jobs", _growth, names.life_cycle(names.NONE)),
-    "processes": Group("Processes on one file", _processes, names.processes(1)),
+    "processes": Group("Processes on one file", _processes, names.processes(1), half),
     "lateness": Group("Loop lateness", _lateness),
     "memory": Group("Memory", _memory, rounds=once),
 }

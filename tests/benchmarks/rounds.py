@@ -34,7 +34,8 @@ class Case:
     count: int
     seconds: float | None = None
     """Let a first round, which does not count, find the count that takes about so long."""
-    most: int = 1_000_000
+    once_if_slow: bool = False
+    """If the smallest count takes far longer than that, the first round must do."""
 
 
 @dataclass
@@ -92,12 +93,14 @@ def fitting(case: Case, sample: Sample) -> int:
     """How many take as long as wanted, at the rate that was found."""
     if case.seconds is None:
         return case.count
-    return min(case.most, max(case.count, round(sample[RATE] * case.seconds)))
+    return max(case.count, round(sample[RATE] * case.seconds))
 
 
 def is_slow(case: Case, sample: Sample) -> bool:
-    """Whether even the smallest count takes far longer than wanted."""
-    return case.seconds is not None and case.count / sample[RATE] > 5 * case.seconds
+    """Whether to measure it never again."""
+    if case.seconds is None or not case.once_if_slow:
+        return False
+    return case.count / sample[RATE] > 5 * case.seconds
 
 
 def measurements(cases: Sequence[Case], rounds: int) -> int:
@@ -113,32 +116,30 @@ def run_rounds(
 ) -> None:
     """Size the cases in a round that does not count, then measure each once a round.
 
-    Slow ones are only measured in the first round. One that is not available is left out from
-    then on, and a note says so.
+    One that is not available is left out from then on, and a note says so.
     """
     counts: dict[str, int] = {}
-    slow: set[str] = set()
-    broken: set[str] = set()
+    done: set[str] = set()
 
     def measure(case: Case) -> Sample | None:
         measuring(case)
-        if case.name in broken:
+        if case.name in done:
             return None
         gc.collect()
         try:
             return case.measure(counts.get(case.name, case.count))
         except Unavailable as reason:
             results.notes.append(f"{case.name}: {reason}")
-            broken.add(case.name)
+            done.add(case.name)
             return None
 
     for case in cases:
         if case.seconds is not None and (sample := measure(case)) is not None:
             counts[case.name] = fitting(case, sample)
             if is_slow(case, sample):
-                slow.add(case.name)
-    for number, indexes in enumerate(order(len(cases), rounds)):
-        for case in [cases[index] for index in indexes]:
-            is_skipped = number > 0 and case.name in slow
-            if not is_skipped and (sample := measure(case)) is not None:
+                results.add(case.name, sample)
+                done.add(case.name)
+    for numbers in order(len(cases), rounds):
+        for case in [cases[number] for number in numbers]:
+            if (sample := measure(case)) is not None:
                 results.add(case.name, sample)
