@@ -14,6 +14,8 @@ from .names import MAX, P50, P99
 from .rounds import Sample, Watch, percentile
 
 BATCH: Final = 100
+PAUSE: Final = 0.004
+"""Seconds between two jobs of an idle runner: the end of the one before is long written."""
 LEASE: Final = 60_000_000  # microseconds, as all instants here
 
 
@@ -133,6 +135,19 @@ def inserts(count: int, driver: Driver, durability: Durability) -> Sample:
             now = _now()
             opened.execute(_INSERT, (now, now, _payload(number)))
         return watch.sample(count)
+
+
+def insert_latency(count: int) -> Sample:
+    """How long one INSERT takes now and then: the disk's part of every latency."""
+    took: list[float] = []
+    with fresh_file() as path, connection(path, "sqlite3", "full") as opened:
+        _make_tables(opened)
+        for number in range(count):
+            time.sleep(PAUSE)
+            start = time.monotonic()
+            opened.execute(_INSERT, (_now(), _now(), _payload(number)))
+            took.append((time.monotonic() - start) * 1000)
+    return {P50: percentile(took, 50), P99: percentile(took, 99)}
 
 
 def life_cycles(count: int, driver: Driver, durability: Durability) -> Sample:

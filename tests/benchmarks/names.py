@@ -43,6 +43,7 @@ def enqueue(who: str, at_a_time: int, durability: Durability) -> str:
 
 
 WITH_CHECKPOINT: Final = f"drain: {OURS}, 100 at a time, NORMAL, handler with a checkpoint"
+ONE_INSERT: Final = "enqueue to start: no job, only stdlib sqlite3, one INSERT, FULL"
 WHILE_IDLE: Final = "idle"
 AT_1000: Final = "1,000 jobs/s offered"
 

@@ -16,12 +16,10 @@ import trio_jobs
 from trio_jobs import Attempt, Jobs, Kind, Runner, SqliteStore
 
 from . import bare
+from .bare import PAUSE
 from .files import Driver, Durability, fresh_file, multiply
 from .names import P50, P50_RETURNED, P99, P99_RETURNED
 from .rounds import Sample, Watch, percentile
-
-PAUSE: Final = 0.004
-"""Seconds between two jobs of an idle runner: the end of the one before is long written."""
 
 
 @dataclass(frozen=True)

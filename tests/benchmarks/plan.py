@@ -148,6 +148,7 @@ def _enqueue(setting: Setting) -> Iterator[Case]:
 
 def _latency(setting: Setting) -> Iterator[Case]:
     size = setting.size
+    yield Case(names.ONE_INSERT, bare.insert_latency, size.latencies)
     for way in (setting.full, setting.normal):
         idle = partial(ours.latency, way=way, per_second=None)
         yield Case(names.latency(names.WHILE_IDLE, way.durability), idle, size.latencies)

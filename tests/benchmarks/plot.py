@@ -68,5 +68,5 @@ def _bars(axes: Any, results: Results, cases: Sequence[str], metrics: Sequence[s
 
 
 def _is_ours(case: str) -> bool:
-    yardsticks = (names.BARE, names.RAW, names.INSERTS, names.SYNC)
+    yardsticks = (names.BARE, names.RAW, names.INSERTS, names.ONE_INSERT, names.SYNC)
     return not any(other in case for other in (*yardsticks, *(peer.name for peer in PEERS)))
