@@ -112,7 +112,7 @@ FIELDS: dict[type, list[str]] = {
 
 # A module imports only from the rows above its own.
 LAYERS = [
-    {"_errors", "_checks", "_identity"},
+    {"_errors", "_checks", "_identity", "_pace"},
     {"_model", "_codec", "_retry"},
     {"_lifecycle", "_store", "_kinds", "_drivers", "_schema"},
     {"_clock", "_hub", "_rows"},

@@ -8,8 +8,8 @@
 # _claims, _owners for the SQL, _drivers for the two drivers, _identity for who is dead.
 # Off the Trio thread and back, time, and who is woken: _bridge, _clock, _hub.
 # What callers use: _jobs. What runs handlers: _runner, in front of _engine, with _pool
-# (poller and workers) and its _agenda, _keeper (leases and limits), _probation (lost jobs);
-# _attempt is one start.
+# (poller and workers) and its _agenda and _pace (what to claim ahead), _keeper (leases and
+# limits), _probation (lost jobs); _attempt is one start.
 # The command: __main__, with _work, _display and the example, _demo.
 # Settings: _checks, _retry.
 
