@@ -253,7 +253,9 @@ class Execution:
 
     # What a worker does with it.
 
-    async def run(self, scope: trio.CancelScope, begins: Callable[[Execution, Instant], None]) -> End:
+    async def run(
+        self, scope: trio.CancelScope, begins: Callable[[Execution, Instant], None]
+    ) -> End:
         """Start the handler and see how it ends; `begins` is called if it does start.
 
         It is stopped by cancelling `scope`, the innermost one around this call.

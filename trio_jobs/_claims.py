@@ -7,14 +7,14 @@ of the future.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
 
 import msgspec
 
 from . import _lifecycle
 from ._drivers import Connection, Record, Value, Values
-from ._model import Change, Claim, Claimed, ClaimedJob, Instant, Row, State
+from ._model import Change, Claim, Claimed, ClaimedJob, Fence, Instant, Row, State
 from ._owners import Owners
 from ._rows import MAX_INTEGER, NUMBERS, ROW, array, as_json, row_of
 from ._writes import write
@@ -65,18 +65,47 @@ ON CONFLICT (id) DO UPDATE SET state = 0
 """
 
 # A sum as limit, because for a parameter alone new versions prepare the statement every time.
-_DUE: Final = """
+_DUE_BUT: Final = """
 SELECT '[' || ifnull(group_concat((
     SELECT json_group_array(json_array(-priority, run_at, id, served.key)) FROM (
         SELECT priority, run_at, id FROM trio_jobs_job INDEXED BY trio_jobs_ready
         WHERE state = 0 AND kind = served.value AND id < :below
             AND (run_at <= :due_by OR run_at <= enqueued_at)
-            AND (deadline IS NULL OR deadline > :now)
-            AND id NOT IN (SELECT value FROM json_each(:held))
+            AND (deadline IS NULL OR deadline > :now) AND {but}
         ORDER BY priority DESC, run_at, id LIMIT :limit + 0
     )
 )), '') || ']'
 FROM json_each(:kinds) AS served
+"""
+_DUE: Final = _DUE_BUT.format(but="true")
+_DUE_BUT_HELD: Final = _DUE_BUT.format(but="id NOT IN (SELECT value FROM json_each(:held))")
+
+# All that most claims have to know, in one step; see `Look`.
+_LOOK: Final = f"""
+SELECT
+    (
+        SELECT min(deadline) FROM trio_jobs_job INDEXED BY trio_jobs_deadline
+        WHERE deadline IS NOT NULL AND state < 2
+    ),
+    (SELECT min(lease_until) FROM trio_jobs_job INDEXED BY trio_jobs_lease WHERE state = 2),
+    (
+        SELECT min((
+            SELECT run_at FROM trio_jobs_job INDEXED BY trio_jobs_scheduled
+            WHERE state = 1 AND kind = served.value
+            ORDER BY run_at LIMIT 1
+        ))
+        FROM json_each(:kinds) AS served
+    ),
+    ({_DUE}),
+    (
+        SELECT json_group_array(json_array(id, claims))
+        FROM trio_jobs_job INDEXED BY trio_jobs_cancel WHERE state = 2 AND cancel_requested = 1
+    )
+"""
+
+_DEADLINE: Final = """
+SELECT min(deadline) FROM trio_jobs_job INDEXED BY trio_jobs_deadline
+WHERE deadline IS NOT NULL AND state < 2
 """
 
 _TAKE: Final = """
@@ -86,8 +115,9 @@ ON CONFLICT (id) DO UPDATE SET
     lease_until = :lease_until, started_at = :now, owner = :owner
 """
 
-# The next row of a served kind that is scheduled, the next end of a lease that a claim would
-# look at (that of a dead owner is over), the next deadline.
+# The next row of a served kind that is scheduled; one that is ready and not due, after a clock
+# stepped back (few are left when every due row was taken, and only then it is asked); the next
+# end of a lease that a claim would look at (that of a dead owner is over).
 _NEXT_OF: Final = """
 SELECT
     (
@@ -100,6 +130,14 @@ SELECT
         FROM json_each(:kinds) AS served
     ),
     (
+        SELECT min((
+            SELECT min(run_at) FROM trio_jobs_job INDEXED BY trio_jobs_ready
+            WHERE state = 0 AND kind = served.value AND run_at > max(:now, enqueued_at)
+                AND id < :below AND id NOT IN (SELECT value FROM json_each(:held))
+        ))
+        FROM json_each(:kinds) AS served
+    ),
+    (
         SELECT min(ends_at) FROM (
             SELECT
                 CASE WHEN cancel_requested OR kind IN (SELECT value FROM json_each(:kinds))
@@ -108,10 +146,6 @@ SELECT
             WHERE state = 2 AND id NOT IN (SELECT value FROM json_each(:held))
         )
         WHERE ends_at > :lease_now
-    ),
-    (
-        SELECT min(deadline) FROM trio_jobs_job INDEXED BY trio_jobs_deadline
-        WHERE deadline IS NOT NULL AND state < 2
     )
 """
 
@@ -121,27 +155,25 @@ _NEXT_BESIDE_THE_DEAD: Final = _NEXT_OF.format(
                 THEN min(lease_until, :lease_now) ELSE lease_until END"""
 )
 
-# Only asked for when every due row was taken: then few are left, after a clock stepped back.
-_NEXT_READY: Final = """
-SELECT min((
-    SELECT min(run_at) FROM trio_jobs_job INDEXED BY trio_jobs_ready
-    WHERE state = 0 AND kind = served.value AND run_at > max(:now, enqueued_at)
-        AND id < :below AND id NOT IN (SELECT value FROM json_each(:held))
-))
-FROM json_each(:kinds) AS served
-"""
 
-_CANCELLED: Final = """
-SELECT json_group_array(json_array(id, claims))
-FROM trio_jobs_job INDEXED BY trio_jobs_cancel WHERE state = 2 AND cancel_requested = 1
-"""
+class Look(NamedTuple):
+    """What a claim sees first: mostly that nothing has to be done but to take what is due."""
+
+    deadline: Instant | None
+    """The first of any queued row."""
+    lease_until: Instant | None
+    """The first of any running row."""
+    scheduled: Instant | None
+    """When the first row of a served kind becomes due that was not when it was enqueued."""
+    due: str
+    """The places of the first due rows, an array for each kind."""
+    cancelled: str
 
 
 def claim_rows(connection: Connection, claim: Claim, owners: Owners) -> Claimed:
     # What any of the statements asks for; each takes what it names.
     values: dict[str, Value] = {
         "kinds": as_json(list(claim.policies)),
-        "held": as_json(list(claim.held)),
         "now": claim.now,
         "lease_now": claim.lease_now,
         "lease_until": claim.lease_until,
@@ -151,41 +183,60 @@ def claim_rows(connection: Connection, claim: Claim, owners: Owners) -> Claimed:
         "limit": claim.limit + claim.ahead_limit + 1,
         "dead": as_json(owners.dead) if owners.dead else None,
     }
-    settled = _expired(connection, claim, values)
-    ended, retryable = _lost(connection, claim, values)
+    look = Look(*connection.execute(_LOOK, values)[0])
+    settled: list[Change] = []
+    if look.deadline is not None and look.deadline <= claim.now:
+        settled += _expired(connection, claim, values)
+    ended, retryable = _lost(connection, claim, values, look)
     lost = {change.after.id: change for change in _gently(retryable, claim)}
-    due, is_all = _due(connection, values)
+    due, is_all = _due(connection, claim, values, look)
     due = sorted([*due, *(_place(change.after) for change in lost.values())])
     number = claim.limit + _ahead(due[claim.limit :], claim)
     taken = [id for _, _, id, _ in due[:number]]
-    left = due[number:]
+    more = len(due) > number or not is_all
     settled += [*ended, *(lost[id] for id in taken if id in lost)]
     write(connection, settled)
-    found: dict[int, tuple[Row, bytes]] = {}
-    if taken:
-        found = _with_payloads(connection, taken)
-        ids = as_json(taken)
-        connection.execute(_TAKE, values | {"ids": ids, "owner": owners.own_id(connection)})
-    values["held"] = as_json([*claim.held, *taken])
-    next_due, next_deadline = _next(connection, values, left)
+    jobs = _taken(connection, claim, values, taken, lost, owners) if taken else []
+    next_due = None if more else _next(connection, claim, values, taken)
+    next_deadline = look.deadline
+    if next_deadline is not None:
+        [(next_deadline,)] = connection.execute(_DEADLINE)
+    cancelled: list[Fence] = [(id, claims) for id, claims in msgspec.json.decode(look.cancelled)]
+    if settled:
+        gone = {change.after.fence for change in settled}
+        cancelled = [fence for fence in cancelled if fence not in gone]
     return Claimed(
-        jobs=[
-            ClaimedJob(
-                row=_lifecycle.claimed(was, claim.now, claim.lease_until),
-                was=was,
-                payload=payload,
-                taken_up=was.id in lost,
-                is_suspect=was.id in lost and _lifecycle.is_suspect(lost[was.id].before),
-            )
-            for was, payload in (found[id] for id in taken)
-        ],
+        jobs=jobs,
         settled=settled,
         lost_waiting=len(retryable) > len(lost),
-        more=bool(left) or not is_all,
+        more=more,
         next_due=next_due,
         next_deadline=next_deadline,
-        cancelled=[(id, claims) for id, claims in array(connection, _CANCELLED)],
+        cancelled=cancelled,
     )
+
+
+def _taken(
+    connection: Connection,
+    claim: Claim,
+    values: dict[str, Value],
+    ids: Sequence[int],
+    lost: Mapping[int, Change],
+    owners: Owners,
+) -> list[ClaimedJob]:
+    found = _with_payloads(connection, ids)
+    owner = owners.own_id(connection)
+    connection.execute(_TAKE, values | {"ids": as_json(ids), "owner": owner})
+    return [
+        ClaimedJob(
+            row=_lifecycle.claimed(was, claim.now, claim.lease_until),
+            was=was,
+            payload=payload,
+            taken_up=was.id in lost,
+            is_suspect=was.id in lost and _lifecycle.is_suspect(lost[was.id].before),
+        )
+        for was, payload in (found[id] for id in ids)
+    ]
 
 
 def _expired(connection: Connection, claim: Claim, values: Values) -> list[Change]:
@@ -195,12 +246,17 @@ def _expired(connection: Connection, claim: Claim, values: Values) -> list[Chang
 
 
 def _lost(
-    connection: Connection, claim: Claim, values: dict[str, Value]
+    connection: Connection, claim: Claim, values: dict[str, Value], look: Look
 ) -> tuple[list[Change], list[Change]]:
     """The lost rows that end, whatever their kind; and those that may start again, in order."""
     ended: list[Change] = []
     retryable: list[Change] = []
-    rows = [(row_of(record), False) for record in connection.execute(_LOST, values)]
+    if look.lease_until is None:
+        return ended, retryable
+    rows: list[tuple[Row, bool]] = []
+    values = values | {"held": as_json(list(claim.held))}
+    if look.lease_until <= claim.lease_now:
+        rows += [(row_of(one), False) for one in connection.execute(_LOST, values)]
     if values["dead"] is not None:
         rows += [(row_of(one), True) for one in connection.execute(_LOST_BY_THE_DEAD, values)]
     for row, is_dead in rows:
@@ -227,13 +283,23 @@ def _gently(retryable: Sequence[Change], claim: Claim) -> Sequence[Change]:
     return first[: max(0, claim.lost_limit)]
 
 
-def _due(connection: Connection, values: Values) -> tuple[list[list[int]], bool]:
+def _due(
+    connection: Connection, claim: Claim, values: dict[str, Value], look: Look
+) -> tuple[list[list[int]], bool]:
     """The places of the first due rows of each kind, and whether all were looked at."""
-    scheduled = array(connection, _DUE_SCHEDULED, values)
-    if any(scheduled):
+    seen, is_all = look.due, True
+    due_by = claim.now if claim.due_by is None else claim.due_by
+    if look.scheduled is not None and look.scheduled <= due_by:
+        scheduled = array(connection, _DUE_SCHEDULED, values)
+        is_all = all(len(ids) < _MAX_PROMOTED for ids in scheduled)
         connection.execute(_PROMOTE, (as_json([*itertools.chain(*scheduled)]),))
-    is_all = all(len(ids) < _MAX_PROMOTED for ids in scheduled)
-    return [*itertools.chain(*array(connection, _DUE, values))], is_all
+        [(seen,)] = connection.execute(_DUE, values)
+    due = [*itertools.chain(*msgspec.json.decode(seen))]
+    # What is held may have become due again, before this runner is through with it.
+    if any(id in claim.held for _, _, id, _ in due):
+        held = {"held": as_json(list(claim.held))}
+        due = [*itertools.chain(*array(connection, _DUE_BUT_HELD, values | held))]
+    return due, is_all
 
 
 def _ahead(due: Sequence[list[int]], claim: Claim) -> int:
@@ -249,16 +315,13 @@ def _ahead(due: Sequence[list[int]], claim: Claim) -> int:
 
 
 def _next(
-    connection: Connection, values: dict[str, Value], left: Sequence[list[int]]
-) -> tuple[Instant | None, Instant | None]:
+    connection: Connection, claim: Claim, values: dict[str, Value], taken: Sequence[int]
+) -> Instant | None:
+    """The next instant at which there will be something to take."""
     sql = _NEXT if values["dead"] is None else _NEXT_BESIDE_THE_DEAD
-    [(run_at, lease_until, deadline)] = connection.execute(sql, values)
-    if left:
-        ready = min(run_at for _, run_at, _, _ in left)
-    else:
-        [(ready,)] = connection.execute(_NEXT_READY, values)
-    due = min((at for at in (run_at, lease_until, ready) if at is not None), default=None)
-    return due, deadline
+    held = {"held": as_json([*claim.held, *taken])}
+    [instants] = connection.execute(sql, values | held)
+    return min((instant for instant in instants if instant is not None), default=None)
 
 
 def _place(row: Row) -> list[int]:

@@ -50,6 +50,10 @@ TRANSITIONS: Final[Mapping[tuple[State, Event], frozenset[State]]] = {
     (State.CANCELLED, Event.RETRIED): frozenset({State.QUEUED}),
 }
 
+_ALLOWED: Final = frozenset(
+    (before, event, to) for (before, event), states in TRANSITIONS.items() for to in states
+)
+
 MAX_INTERRUPTIONS: Final = 10
 """In a row; each further one uses up an attempt, so that no job can be handed on for ever."""
 
@@ -141,7 +145,15 @@ def ended(row: Row, end: End, policy: Policy, now: Instant) -> Change:
         return _finish(row, Event.CANCELLED, State.CANCELLED, now, outcome="cancelled")
     match end:
         case Returned(result):
-            after = _final(row, Event.RETURNED, State.SUCCEEDED, now, result=result, failure=None)
+            after = _move(
+                row,
+                Event.RETURNED,
+                State.SUCCEEDED,
+                finished_at=now,
+                lease_until=None,
+                result=result,
+                failure=None,
+            )
             return _with_result(row, after)
         case Raised(failure, outcome):
             if row.attempt >= policy.attempts:
@@ -351,6 +363,6 @@ def _past(row: Row, now: Instant, outcome: Outcome, failure: Failure | None) -> 
 
 
 def _move(row: Row, event: Event, to: State, **fields: Any) -> Row:
-    if to not in TRANSITIONS.get((row.state, event), ()):
+    if (row.state, event, to) not in _ALLOWED:
         raise IllegalTransition(row, event)
     return msgspec.structs.replace(row, state=to, **fields)

@@ -186,7 +186,7 @@ class Claimed(msgspec.Struct, frozen=True, kw_only=True):
     """There may be due rows that were not taken."""
     next_due: Instant | None
     """When the next served row becomes due, or the next lease ends (lost rows that wait are
-    `lost_waiting`); in the past only while `more`."""
+    `lost_waiting`); None while there are `more`."""
     next_deadline: Instant | None
     """When the next queued row of any kind reaches its deadline."""
     cancelled: list[Fence]

@@ -62,6 +62,7 @@ class Pool:
         }
         self._room = workers
         """Workers for whom nothing is claimed; below zero if some is claimed ahead."""
+        self._may_go_ahead = True
         self._takings = 0
         self._host = engine.host
         self._ready: deque[Execution] = deque()
@@ -186,7 +187,7 @@ class Pool:
         if self._room > 0:
             return True
         # Not for a few: the more rows one transaction brings, the less each costs.
-        limit = self._ahead().limit
+        limit = self._ahead().limit if self._may_go_ahead else 0
         return limit > 0 and len(self._ready) <= limit // 2
 
     def _ahead(self) -> Ahead:
@@ -305,6 +306,8 @@ class Pool:
             self._ready.append(execution)
         self._engine.claim_answered(claimed)
         self._agenda.claim_was_answered(claim, claimed)
+        # The next in order may be of a kind that is not short: then it waits for a worker.
+        self._may_go_ahead = not claimed.more or len(claimed.jobs) > claim.limit
         self.is_exhausted = claim.limit > 0 and not claimed.more and not claimed.lost_waiting
         if self._engine.is_hurried:
             self.hand_back_waiting()
@@ -343,6 +346,7 @@ class Pool:
         if execution.keyboard_interrupt is not None:
             self._engine.fail(execution.keyboard_interrupt)
         self._room += 1
+        self._may_go_ahead = True
         pace, took = self._paces.get(execution.row.kind), execution.took()
         if pace is not None and took is not None:
             pace.took(took)

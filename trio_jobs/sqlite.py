@@ -148,7 +148,7 @@ class SqliteStore:
         self._checkpointer: Connection | None = None
         self._file: FileId | None = None
         self._real_path = path
-        self._marker: Marker = ("", 0)
+        self._name = ""
         self._owners = Owners(None, self.is_dead)
         self._next_tidy = _MAX_LOG
         self._tidy_calls = 0
@@ -200,8 +200,7 @@ class SqliteStore:
                 _say_once(logging.INFO, _OLD_SQLITE, _dotted(version))
         self._owners = Owners(None if self._is_memory else self.this_process(), self.is_dead)
         # No two stores share it: not here, not after a fork, not on other machines.
-        name = f"{os.getpid()}-{next(_opened)}-{self.random.getrandbits(64):x}"
-        self._marker = (name, 0)
+        self._name = f"{os.getpid()}-{next(_opened)}-{self.random.getrandbits(64):x}"
 
     def _schema_version(self, connection: Connection) -> int:
         exists = "SELECT count(*) FROM sqlite_master WHERE name = 'trio_jobs_meta'"
@@ -307,30 +306,25 @@ class SqliteStore:
 
     @_verb("committing")
     def _mark(self) -> Marker:
-        connection = self._in_transaction()
-        before = _marker(connection)
-        name, batch = self._marker
-        self._marker = (name, batch + 1)
-        connection.execute("UPDATE trio_jobs_meta SET writer = ?, batch = ?", self._marker)
-        return before
+        [(batch,)] = self._in_transaction().execute(_MARK, (self._name,))
+        return (self._name, batch)
 
     @_verb("committing")
-    def _commit(self, before: Marker) -> None:
+    def _commit(self, mark: Marker) -> None:
         connection = self._in_transaction()
         try:
             connection.execute("COMMIT")
             return
         except StoreError as error:
             failed = error
-        try:
+        found: Marker | None = None
+        with contextlib.suppress(StoreError):
             _roll_back(connection)
-            found = _marker(connection)
-        except StoreError:
-            found = None
-        if found == self._marker:
+            [found] = connection.execute("SELECT writer, batch FROM trio_jobs_meta")
+        if found == mark:
             return
-        if found == before:
-            raise failed
+        if found is not None and found[1] <= mark[1]:
+            raise failed  # nobody has come after us, or somebody in our place
         unknown = _like(failed, f"{failed}; the outcome is unknown")
         unknown.is_outcome_unknown = True
         raise unknown from failed
@@ -513,6 +507,8 @@ class SqliteStore:
         return _like(error, f"{self._path}: {doing}: {error}")
 
 
+_MARK: Final = "UPDATE trio_jobs_meta SET writer = ?, batch = batch + 1 RETURNING batch"
+
 _WRITE_NOTHING: Final = "UPDATE trio_jobs_meta SET one = 1 WHERE one = 0"
 
 _MAIN_FILE: Final = """
@@ -565,11 +561,6 @@ def _roll_back(connection: Connection) -> None:
     if connection.in_transaction:
         with contextlib.suppress(StoreError):
             connection.execute("ROLLBACK")
-
-
-def _marker(connection: Connection) -> Marker:
-    [(name, batch)] = connection.execute("SELECT writer, batch FROM trio_jobs_meta")
-    return (name, batch)
 
 
 # Reading.
