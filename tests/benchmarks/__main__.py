@@ -57,7 +57,8 @@ def main(
     console = Console()
     if not console.is_terminal:
         console.width = 140
-    console.print(f"{mode}, driver {driver}, {report.pinned()}")
+    title = f"{mode}, driver {driver}, {report.pinned()}"
+    console.print(title)
     results = Results()
     size = QUICK if is_quick else FULL_SIZE
     measure(names or list(GROUPS), size, driver, with_peers, rounds, results, console)
@@ -65,11 +66,12 @@ def main(
     console.print(report.figures_table(figures, results))
     if markdown:
         click.echo(report.figures_markdown(figures, results))
+        click.echo(f"\n({title}; full tables of {size.table:,} rows)")
     if json_file is not None:
         found = report.document(mode, driver, results)
         json_file.write_text(json.dumps(found, indent=1) + "\n")
     if plot_file is not None:
-        plot.draw(results, f"{mode}, driver {driver}, {report.pinned()}", plot_file)
+        plot.draw(results, title, plot_file)
 
 
 def measure(

@@ -75,11 +75,12 @@ def _drain_huey(workers: int, count: int) -> Sample:
         huey, _ = _open_huey(path, work)
         consumer = huey.create_consumer(workers=workers)
         consumer.start()
-        if not is_done.wait(PATIENCE):
-            raise Unavailable(f"not done after {PATIENCE:.0f} s")
+        was_done = is_done.wait(PATIENCE)
         sample = watch[0].sample(count)
         consumer.stop(graceful=True)
         huey.storage.close()
+        if not was_done:
+            raise Unavailable(f"not done after {PATIENCE:.0f} s")
         return sample
 
 
