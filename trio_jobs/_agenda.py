@@ -61,11 +61,16 @@ class Agenda:
         self._repeat_at = now + microseconds(self._repeat)
         self._repeat = min(2 * self._repeat, LONGEST_REPEAT)
 
+    def may_claim(self, now: Instant) -> bool:
+        """Nothing speaks against it."""
+        is_waiting = self._repeat_at is not None and now < self._repeat_at
+        return not (self.is_written_elsewhere or is_waiting)
+
     def wants_claim(self, now: Instant) -> bool:
         """A claim may find something, if there is room for it."""
-        if self.is_written_elsewhere or (self._repeat_at is not None and now < self._repeat_at):
-            return False
-        return self.is_hungry or (self._due is not None and self._due <= now)
+        return self.may_claim(now) and (
+            self.is_hungry or (self._due is not None and self._due <= now)
+        )
 
     def next_instant(
         self, *, has_room: bool, next_proof: Instant | None, next_look: Instant

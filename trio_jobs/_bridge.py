@@ -125,8 +125,11 @@ class Bridge:
 
     # Writing. The four verbs of the store that wait for a commit.
 
-    async def add(self, jobs: Sequence[NewJob]) -> list[tuple[Row, bool]]:
-        result: list[tuple[Row, bool]] = await self._write("add", jobs)
+    async def add(
+        self, jobs: Sequence[NewJob], claims: Sequence[Write] = ()
+    ) -> list[tuple[Row, bool]]:
+        """`claims` go into the same transaction, and so take these jobs without another one."""
+        result: list[tuple[Row, bool]] = await self._write("add", jobs, claims=claims)
         return result
 
     async def apply(
@@ -187,12 +190,14 @@ class Bridge:
             raise trio.ClosedResourceError("this Jobs was closed when its block ended")
 
     @trio.lowlevel.enable_ki_protection
-    async def _write(self, verb: Verb, items: Any, done: Done | None = None) -> Any:
+    async def _write(
+        self, verb: Verb, items: Any, done: Done | None = None, claims: Sequence[Write] = ()
+    ) -> Any:
         self.raise_if_closed()
         self.raise_if_elsewhere()
         await trio.lowlevel.checkpoint_if_cancelled()
         write = Write(verb, items, done)
-        self.submit(write)
+        self.submit(write, *claims)
 
         def abort(_: Any) -> trio.lowlevel.Abort:
             # Taken into a transaction it will have an outcome, and the caller gets to know it.

@@ -16,12 +16,13 @@ from typing import Final, Literal, TypeAlias
 import trio
 
 from ._attempt import Attempt, Execution, Fail, Host, Stop
+from ._bridge import Write
 from ._clock import microseconds
 from ._errors import StoreError
 from ._jobs import Jobs
 from ._keeper import Keeper
 from ._kinds import Handler, Kind
-from ._model import Change, Claimed, ClaimedJob, Instant, Row, State
+from ._model import Change, Claimed, ClaimedJob, Fence, Instant, NewJob, Row, State
 from ._pool import Pool
 from ._probation import Probation
 
@@ -390,6 +391,10 @@ class Engine:
 
     # What `Jobs` tells it.
 
+    def claims_for(self, jobs: Sequence[NewJob]) -> list[Write]:
+        claims = (pool.claim_for(jobs) for pool in self._pools)
+        return [claim for claim in claims if claim is not None]
+
     def heard(self, rows: Sequence[Row]) -> None:
         for row in rows:
             if row.state is State.QUEUED:
@@ -404,7 +409,7 @@ class Engine:
         for pool in self._pools:
             pool.heard_of_writing_elsewhere()
 
-    def _cancel(self, fence: tuple[int, int]) -> None:
+    def _cancel(self, fence: Fence) -> None:
         execution = self._keeper.in_hand.get(fence)
         if execution is not None:
             execution.cancel_was_requested()

@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast, overload
 import trio
 
 from . import _lifecycle
-from ._bridge import Bridge
+from ._bridge import Bridge, Write
 from ._checks import priority_of, seconds, storable
 from ._clock import Clock, datetime_of, instant_of, microseconds
 from ._codec import Codec, decode_plain
@@ -160,6 +160,10 @@ class PastAttempt:
 class Watcher(Protocol):
     """A runner, as `Jobs` sees it."""
 
+    def claims_for(self, jobs: Sequence[NewJob]) -> list[Write]:
+        """Claims that may take some of these, which are about to be added."""
+        ...
+
     def heard(self, rows: Sequence[Row]) -> None:
         """These rows were committed just now, by somebody in this process."""
         ...
@@ -245,7 +249,7 @@ class Jobs:
         now = self._clock.now()
         due = self._due(now, delay, run_at)
         job = self._new_job(kind, payload, now, due, deadline, priority, key)
-        [(row, _)] = await self._bridge.add([job])
+        [(row, _)] = await self._add([job])
         return Job(row, kind.result_codec)
 
     async def enqueue_many(
@@ -273,7 +277,7 @@ class Jobs:
             self._new_job(kind, payload, now, due, deadline, priority, key)
             for payload, key in zip(payloads, its_keys, strict=True)
         ]
-        return [Job(row, kind.result_codec) for row, _ in await self._bridge.add(jobs)]
+        return [Job(row, kind.result_codec) for row, _ in await self._add(jobs)]
 
     def enqueue_on(
         self,
@@ -480,6 +484,12 @@ class Jobs:
             deadline=None if deadline is None else instant_of(deadline, "deadline"),
             key=None if key is None else storable(key, "key"),
         )
+
+    async def _add(self, jobs: Sequence[NewJob]) -> list[tuple[Row, bool]]:
+        self._bridge.raise_if_closed()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        claims = [claim for watcher in self._watchers for claim in watcher.claims_for(jobs)]
+        return await self._bridge.add(jobs, claims)
 
     def _tell(self, rows: Sequence[Row]) -> None:
         self._hub.tell(rows)

@@ -25,7 +25,7 @@ from ._clock import Alarm, microseconds
 from ._errors import StoreError
 from ._kinds import Handler
 from ._lifecycle import End
-from ._model import Change, Claim, Claimed, Instant, Refused, Row
+from ._model import Change, Claim, Claimed, Fence, Instant, NewJob, Refused, Row
 from ._pace import MAX_WAIT, NOTHING_AHEAD, Ahead, Pace, ahead
 from ._probation import Allowance
 
@@ -63,6 +63,7 @@ class Pool:
         self._room = workers
         """Workers for whom nothing is claimed; below zero if some is claimed ahead."""
         self._may_go_ahead = True
+        self._taken: frozenset[Fence] = frozenset()
         self._takings = 0
         self._host = engine.host
         self._ready: deque[Execution] = deque()
@@ -84,8 +85,22 @@ class Pool:
         self._paces[handler.kind.name] = Pace()
         self.wake()
 
+    def claim_for(self, jobs: Sequence[NewJob]) -> Write | None:
+        """A claim that goes to the store together with these new jobs, if it may take one."""
+        if (
+            self._has_room()
+            and not self.is_claiming
+            and self._engine.may_claim
+            and self._agenda.may_claim(self._engine.decision_now())
+            and any(job.kind in self._handlers and job.run_at <= job.enqueued_at for job in jobs)
+        ):
+            return self._new_claim()
+        return None
+
     def heard(self, row: Row) -> None:
         """A queued row was committed in this process."""
+        if row.fence in self._taken:
+            return  # together with the claim that took it
         if row.deadline is not None:
             self._agenda.heard_deadline(row.deadline)
             self._alarm.bring_forward(row.deadline)
@@ -300,6 +315,7 @@ class Pool:
 
     def _take(self, claim: Claim, claimed: Claimed) -> None:
         self._room -= len(claimed.jobs)
+        self._taken = frozenset([job.was.fence for job in claimed.jobs])
         for job in claimed.jobs:
             execution = Execution(job, self._handlers[job.row.kind], self._host, claim.lease_now)
             self._engine.takes(execution, job)
