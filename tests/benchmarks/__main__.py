@@ -63,7 +63,7 @@ def main(
     size = QUICK if is_quick else FULL_SIZE
     measure(names or list(GROUPS), size, driver, with_peers, rounds, results, console)
     figures = [figure for figure in FIGURES if not names or figure.is_measured(results)]
-    console.print(report.figures_table(figures, results))
+    console.print(report.figures_table(figures, results, size))
     if markdown:
         click.echo(report.figures_markdown(figures, results))
         click.echo(f"\n({title}; full tables of {size.table:,} rows)")

@@ -65,6 +65,8 @@ def _bars(axes: Any, results: Results, cases: Sequence[str], metrics: Sequence[s
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.12)
+    if RATE not in metrics:
+        axes.set_xscale("log")  # from a tenth of a millisecond to a second
 
 
 def _is_ours(case: str) -> bool:

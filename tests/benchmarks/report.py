@@ -15,7 +15,7 @@ from rich.table import Table
 from .figures import FIGURES, Figure, Verdict
 from .files import Driver
 from .peers import is_installed
-from .plan import Group
+from .plan import Group, Size
 from .rounds import RATE, Results
 
 STYLES: Final = {
@@ -57,8 +57,10 @@ def _short(case: str) -> str:
     return case.split(": ", 1)[1]
 
 
-def figures_table(figures: Sequence[Figure], results: Results) -> Table:
+def figures_table(figures: Sequence[Figure], results: Results, size: Size) -> Table:
     table = Table(title="Figures to reach", title_justify="left")
+    if size.table < 1_000_000:
+        table.caption = f"here with {size.table:,} rows instead of a million"
     for heading in ("figure", "measured", "at least", "goal", ""):
         table.add_column(heading)
     for figure in figures:
