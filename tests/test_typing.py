@@ -6,6 +6,7 @@ be an error, in both checkers.
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -112,10 +113,26 @@ class Verdict:
         return {line: text for (file, line), text in self.errors.items() if file == name}
 
 
-@pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict | None]:
-    """Both checkers, at the same time, over the right and the wrong code; None: not installed."""
-    folder = tmp_path_factory.mktemp("typing")
+@pytest.fixture(scope="session")
+def said(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> dict[str, str]:
+    """What the checkers that are installed print of the right and the wrong code.
+
+    The first of pytest-xdist's workers that comes here runs them, the others wait for it.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if worker_id != "master":
+        folder = folder.parent  # of all the workers
+    results = folder / "typing.json"
+    with (folder / "typing.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not results.exists():
+            results.write_text(json.dumps(run_checkers(tmp_path_factory.mktemp("typing"))))
+    answers: dict[str, str] = json.loads(results.read_text())
+    return answers
+
+
+def run_checkers(folder: Path) -> dict[str, str]:
+    """Both at the same time."""
     (folder / "accepted.py").write_text(ACCEPTED.read_text())
     (folder / "rejected.py").write_text(
         FRAME + "".join(f"    {code}\n" for code in REJECTED.values())
@@ -142,12 +159,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict | No
         for checker, arguments in commands.items()
         if importlib.util.find_spec(checker) is not None
     }
-    said = {checker: process.communicate()[0] for checker, process in running.items()}
-    read = {"mypy": read_mypy, "basedpyright": read_basedpyright}
-    return {
-        checker: Verdict(dict(read[checker](said[checker]))) if checker in said else None
-        for checker in commands
-    }
+    return {checker: process.communicate()[0] for checker, process in running.items()}
 
 
 def read_mypy(said: str) -> Iterator[tuple[tuple[str, int], str]]:
@@ -165,11 +177,11 @@ def read_basedpyright(said: str) -> Iterator[tuple[tuple[str, int], str]]:
 
 
 @pytest.fixture(params=["mypy", "basedpyright"])
-def verdict(request: pytest.FixtureRequest, verdicts: dict[str, Verdict | None]) -> Verdict:
-    found = verdicts[request.param]
-    if found is None:
+def verdict(request: pytest.FixtureRequest, said: dict[str, str]) -> Verdict:
+    if request.param not in said:
         pytest.skip(f"{request.param} is not installed here")
-    return found
+    read = {"mypy": read_mypy, "basedpyright": read_basedpyright}[request.param]
+    return Verdict(dict(read(said[request.param])))
 
 
 def test_right_code_is_accepted_and_everything_infers(verdict: Verdict) -> None:
