@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import hypothesis
 import pytest
+from stories import TIMES
 
 import trio_jobs
 from trio_jobs import Jobs, SqliteStore
+
+# No deadline: how long one example takes is up to the machine.
+hypothesis.settings.register_profile("stories", max_examples=40 * TIMES, deadline=None)
+hypothesis.settings.load_profile("stories")
 
 # What is said of both drivers is said in test_store.py; above the store they are the same.
 STORES = ["memory", "file"]

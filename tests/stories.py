@@ -6,6 +6,7 @@ Under `autojump_clock` virtual time starts at `EPOCH`, so a story is told in sec
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -257,6 +258,9 @@ def unknown(text: str = "disk I/O error; the outcome is unknown") -> StoreError:
 
 
 # Chance.
+
+TIMES = int(os.environ.get("TRIO_JOBS_TEST_TIMES", "1"))
+"""How many times as many seeds and examples as on every push: 1, or 20 for a night."""
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import pytest
 import trio
 from stories import (
     STORES,
+    TIMES,
     Does,
     Script,
     Trouble,
@@ -686,7 +687,7 @@ async def test_X2_a_handler_that_lost_its_lease_and_cleans_up_is_left_alone_by_t
     assert ended_at == [102]  # the renewal after a third of the lease found out
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5 * TIMES))
 async def test_X5_what_is_returned_is_stored_whatever_was_published_at_the_same_time(
     seed: int, autojump_clock: MockClock
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import trio
 from stories import (
+    TIMES,
     Script,
     Trouble,
     abandon,
@@ -134,7 +135,7 @@ async def test_lost_jobs_are_not_forgotten_when_something_else_happens(
 
 
 @pytest.mark.parametrize("workers", [1, 4])
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(10 * TIMES))
 async def test_lost_jobs_of_every_queue_are_taken_up(
     seed: int, workers: int, autojump_clock: MockClock
 ) -> None:

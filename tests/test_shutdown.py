@@ -14,6 +14,7 @@ import trio
 import trio.testing
 from stories import (
     STORES,
+    TIMES,
     Script,
     Trouble,
     abandon,
@@ -591,7 +592,7 @@ async def test_a_runner_can_be_started_again_on_the_same_Jobs(
 def test_D3_handlers_released_in_the_tick_of_the_stop_are_stored_or_handed_back(
     where: str, tmp_path: Path
 ) -> None:
-    """20 handlers, and in memory a hundred orders in which the tasks may run."""
+    """20 handlers, and many an order in which the tasks may run."""
     seen: set[int] = set()
 
     async def main(seed: int) -> None:
@@ -627,7 +628,7 @@ def test_D3_handlers_released_in_the_tick_of_the_stop_are_stored_or_handed_back(
         assert others <= {(State.QUEUED, 0)}
         seen.add(len(stored))
 
-    for seed in range(100 if where == "memory" else 30):
+    for seed in range((50 if where == "memory" else 30) * TIMES):
         folder = tmp_path / str(seed)
         folder.mkdir()
         with scheduling(seed) as chance:

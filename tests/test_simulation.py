@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import trio
 from stories import (
+    TIMES,
     Trouble,
     abandon,
     assert_no_transaction_is_open,
@@ -45,7 +46,7 @@ from trio_jobs import (
 )
 from trio_jobs._model import Change, Claim, Claimed, Fence, NewJob
 
-SEEDS = range(25)
+SEEDS = range(10 * TIMES)
 
 
 class Diary(Trouble):
@@ -249,10 +250,10 @@ def test_after_a_week_of_chaos_every_job_has_its_end_and_nothing_is_lost(
 def test_inline_the_same_seed_gives_the_same_history(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "trio_jobs")
     histories = set()
-    for seed in range(10):
+    for seed in range(4 * TIMES):
         first, second = live_through(seed).store.pages, live_through(seed).store.pages
         assert len(first) > 50
         assert first == second, f"seed {seed}"
         histories.add(tuple(first))
 
-    assert len(histories) == 10
+    assert len(histories) == 4 * TIMES

@@ -25,6 +25,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from stories import TIMES
 
 from trio_jobs import StoreError, _lifecycle
 from trio_jobs._lifecycle import (
@@ -1286,7 +1287,7 @@ def test_random_operations_leave_what_the_pure_table_says(name: str) -> None:
     run_state_machine_as_test(
         machine,
         settings=hypothesis.settings(
-            max_examples=60,
+            max_examples=20 * TIMES,
             stateful_step_count=30,
             deadline=None,
             suppress_health_check=[hypothesis.HealthCheck.too_slow],
