@@ -129,13 +129,14 @@ def unix(moment: datetime | None) -> float:
 # A process dies.
 
 
-@pytest.mark.parametrize("driver", ["sqlite3", "apsw"])
-@pytest.mark.parametrize("other", ["runs beside it", "is started afterwards"])
+@pytest.mark.parametrize(
+    ("other", "driver"), [("runs beside it", "sqlite3"), ("is started afterwards", "apsw")]
+)
 async def test_L1_the_first_job_of_a_killed_process_starts_again_within_about_a_poll(
     serve: Serve,
     jobs: Jobs,
-    driver: Literal["sqlite3", "apsw"],
     other: Literal["runs beside it", "is started afterwards"],
+    driver: Literal["sqlite3", "apsw"],
 ) -> None:
     # The leases are long; and until the test has ended, the killed process is a zombie.
     a = await serve("A", lease=LONG, poll=1.0, driver=driver)

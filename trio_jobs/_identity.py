@@ -93,6 +93,7 @@ def _namespace(name: str) -> int:
 
 
 def _read(path: str) -> str:
-    # Undecodable bytes may be in the name of a process.
-    with open(path, errors="replace") as file:
-        return file.read()
+    # Without buffers and a text layer it takes half the time, and that under the write lock. The
+    # name of a process may be no text.
+    with open(path, "rb", buffering=0) as file:
+        return file.read().decode(errors="replace")
