@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import trio
 
+from ._agenda import earliest
 from ._attempt import Execution, Stop
 from ._bridge import Bridge
 from ._clock import MICROSECONDS, Alarm, Clock
@@ -39,14 +40,21 @@ class Keeper:
         self._met_trouble = met_trouble
         self._renewal = Alarm(clock, poll)
         self._limit = Alarm(clock, poll)
+        # The first instants asked for since those were set. Quick ones come and go between two
+        # looks; the alarms stay set, so that the next quick one need not ring them.
+        self._first_renewal: Instant | None = None
+        self._first_limit: Instant | None = None
 
     def take(self, execution: Execution) -> None:
         self.in_hand[execution.fence] = execution
 
     def begins(self, execution: Execution, now: Instant) -> None:
         """Its handler starts now: from here its lease and its limits count."""
-        self._renewal.bring_forward(self._renewal_of(execution))
-        self._limit.bring_forward(execution.first_limit(now))
+        renewal, limit = self._renewal_of(execution), execution.first_limit(now)
+        self._first_renewal = earliest(self._first_renewal, renewal)
+        self._first_limit = earliest(self._first_limit, limit)
+        self._renewal.bring_forward(renewal)
+        self._limit.bring_forward(limit)
 
     def drop(self, execution: Execution) -> None:
         self.in_hand.pop(execution.fence, None)
@@ -60,7 +68,8 @@ class Keeper:
         """Renew every lease when a third of it is over."""
         repeat = FIRST_REPEAT
         while True:
-            due = min((self._renewal_of(one) for one in self._kept()), default=None)
+            first, self._first_renewal = self._first_renewal, None
+            due = min((self._renewal_of(one) for one in self._kept()), default=first)
             await self._renewal.wait(due, idle=due is None)
             now = self._clock.now()
             if not any(self._is_worn(one, now, 3) for one in self._kept()):
@@ -88,7 +97,8 @@ class Keeper:
             for one in self.handling():
                 one.check(now)
             limits = [one.next_limit(now) for one in self.handling()]
-            limit = min((limit for limit in limits if limit is not None), default=None)
+            first, self._first_limit = self._first_limit, None
+            limit = min((limit for limit in limits if limit is not None), default=first)
             await self._limit.wait(limit, idle=not limits)
             late = self._limit.late
             if late * MICROSECONDS > self._lease // 6:
