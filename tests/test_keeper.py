@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -529,3 +530,38 @@ async def test_an_abandoned_row_is_taken_up_when_its_lease_ends_and_not_before(
 
     assert handle.starts == [42]
     assert (ended.attempt, await outcomes(jobs, ended)) == (2, ["lost"])
+
+
+@pytest.mark.parametrize("step", [-3600.0, 3600.0])
+async def test_a_wall_clock_that_is_set_moves_no_timeout(
+    step: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offset = 0.0
+    monkeypatch.setattr(
+        trio_jobs._clock, "time", types.SimpleNamespace(time=lambda: time.time() + offset)
+    )
+    late = Kind("late", None, timeout=0.3, retry=Retry(attempts=1))
+    in_time = Kind("in time", None, int, timeout=300)
+
+    @late.handled_by
+    async def set_clock_and_sleep(attempt: Attempt[None, None]) -> None:
+        nonlocal offset
+        offset = step
+        await trio.sleep_forever()
+
+    @in_time.handled_by
+    async def sleep_and_return(attempt: Attempt[None, int]) -> int:
+        while not offset:  # noqa: ASYNC110
+            await trio.sleep(0.01)
+        await trio.sleep(0.1)
+        return 7
+
+    async with (
+        trio_jobs.open_jobs(tmp_path / "jobs.db") as jobs,
+        serving(jobs, set_clock_and_sleep, sleep_and_return),
+    ):
+        both = [await jobs.enqueue(late, None), await jobs.enqueue(in_time, None)]
+        [timed_out, returned] = await finished(jobs, *both, within=20)
+
+    assert timed_out.failure == Failure("timed out")
+    assert (returned.unwrap(), returned.attempt) == (7, 1)

@@ -40,6 +40,7 @@ from trio_jobs import (
     Kind,
     Retry,
     RetryLater,
+    SqliteStore,
     State,
     Statistics,
     StoreBusy,
@@ -47,6 +48,7 @@ from trio_jobs import (
     run_once,
     serve,
 )
+from trio_jobs._model import Claim, Claimed
 from trio_jobs.testing import settled
 
 plain = Kind("plain", None)
@@ -609,3 +611,26 @@ def test_M4_a_runner_that_is_cancelled_at_any_step_leaves_nothing_open_and_nothi
     assert steps > 50
     for step in range(1, steps + 1, 1 if where == "memory" else 4):
         run(step)
+
+
+class Held(SqliteStore):
+    """Counts what claims are told to leave alone."""
+
+    held = 0
+
+    def claim(self, claim: Claim) -> Claimed:
+        self.held += len(claim.held)
+        return super().claim(claim)
+
+
+async def test_run_once_costs_the_same_for_each_of_many_jobs(autojump_clock: MockClock) -> None:
+    """What was started need not be held, unless it became due again."""
+    store = Held(":memory:")
+    async with trio_jobs.open_jobs(store) as jobs:
+        await jobs.enqueue_many(plain, [None] * 300)
+        started = await trio_jobs.run_once(
+            jobs, [plain.handled_by(Script(ValueError()))], workers=3
+        )
+
+    assert started == 300
+    assert store.held <= 4 * 300
