@@ -560,8 +560,9 @@ async def test_a_wall_clock_that_is_set_moves_no_timeout(
         trio_jobs.open_jobs(tmp_path / "jobs.db") as jobs,
         serving(jobs, set_clock_and_sleep, sleep_and_return),
     ):
-        both = [await jobs.enqueue(late, None), await jobs.enqueue(in_time, None)]
-        [timed_out, returned] = await finished(jobs, *both, within=20)
+        first = await jobs.enqueue(late, None)
+        second = await jobs.enqueue(in_time, None)
+        [timed_out, returned] = await finished(jobs, first, second, within=20)
 
     assert timed_out.failure == Failure("timed out")
     assert (returned.unwrap(), returned.attempt) == (7, 1)

@@ -12,7 +12,7 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import outcome
 import trio
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("trio_jobs")
+
+ENOUGH: Final = 100
+"""Ends; from here on a larger transaction makes each little cheaper."""
 
 
 class Ending(NamedTuple):
@@ -82,7 +85,7 @@ class Pool:
         # Anew, not in place: the writing thread may be reading the old one.
         self._handlers = {**self._handlers, handler.kind.name: handler}
         self._policies = {**self._policies, handler.kind.name: handler.kind.policy}
-        self._paces[handler.kind.name] = Pace()
+        self._paces = {**self._paces, handler.kind.name: Pace()}
         self.wake()
 
     def claim_for(self, jobs: Sequence[NewJob]) -> Write | None:
@@ -401,6 +404,11 @@ class Pool:
         while True:
             if not self._ended:
                 await self._has_ended.park()
+            number = 0
+            # While each tick brings more, and those who bring them have still more to do.
+            while self._ready and number < len(self._ended) < ENOUGH:
+                number = len(self._ended)
+                await trio.lowlevel.cancel_shielded_checkpoint()
             endings, self._ended = self._ended, []
             writes = [self._new_claim()] if self._wants_claim() else []
             if endings:
