@@ -631,11 +631,14 @@ def test_D3_handlers_released_in_the_tick_of_the_stop_are_stored_or_handed_back(
         assert others <= {(State.QUEUED, 0)}
         seen.add(len(stored))
 
-    for seed in range((50 if where == "memory" else 30) * TIMES):
+    enough = (50 if where == "memory" else 30) * TIMES
+    for seed in range(10 * enough):
         folder = tmp_path / str(seed)
         folder.mkdir()
         with scheduling(seed) as chance:
             trio.run(main, seed, clock=MockClock(autojump_threshold=0))
+        if seed + 1 >= enough and len(seen) > 2:  # most stops come when all is stored
+            break
     assert len(seen) > 2
 
 
