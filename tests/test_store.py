@@ -1138,9 +1138,9 @@ ago = st.integers(0, 12)
 class StoreAndModel(RuleBasedStateMachine):
     """Random operations, also on rows as they were before; the clock goes both ways."""
 
-    def __init__(self, make: Callable[[Path], Store]) -> None:
+    def __init__(self, make: Callable[[Path], Store], folder: Path) -> None:
         super().__init__()
-        self.folder = tempfile.TemporaryDirectory()
+        self.folder = tempfile.TemporaryDirectory(dir=folder)
         self.store = make(Path(self.folder.name))
         self.store.open()
         self.model = Model()
@@ -1282,8 +1282,8 @@ class StoreAndModel(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("name", STORES)
-def test_random_operations_leave_what_the_pure_table_says(name: str) -> None:
-    machine: Any = lambda: StoreAndModel(STORES[name])  # noqa: E731
+def test_random_operations_leave_what_the_pure_table_says(name: str, tmp_path: Path) -> None:
+    machine: Any = lambda: StoreAndModel(STORES[name], tmp_path)  # noqa: E731
     run_state_machine_as_test(
         machine,
         settings=hypothesis.settings(
