@@ -638,14 +638,14 @@ async def test_K7_a_deadline_that_many_jobs_share_ends_them_all(
 
 
 async def open_scope_with_deadline(attempt: Attempt[int, int]) -> int:
-    trio.move_on_after(30).__enter__()
+    trio.move_on_after(30).__enter__()  # noqa: ASYNC122 - as no handler should
     return 7
 
 
 async def stop_in_the_middle_of_a_generator(attempt: Attempt[int, int]) -> int:
     async def ticks() -> AsyncIterator[int]:
         with trio.fail_after(30):
-            yield 7
+            yield 7  # noqa: ASYNC101, ASYNC119 - as no handler should
 
     generator = ticks()
     left_open.append(generator)  # kept alive, so that nothing closes it
