@@ -162,6 +162,7 @@ class Execution:
         "_timeout_at",
         "_was",
         "began_at",
+        "came_at",
         "fence",
         "handler",
         "is_given_up",
@@ -187,6 +188,8 @@ class Execution:
         """Its end could not be written while the lease lasted."""
         self.kept_from = kept_from
         """The instant the newest committed lease was computed from."""
+        self.came_at = kept_from
+        """The instant from which it waits for a worker."""
         self.began_at: Instant | None = None
         self.keyboard_interrupt: BaseException | None = None
         self._payload: bytes | None = claimed.payload

@@ -351,6 +351,11 @@ class Engine:
         self._unwritten.add(execution)
         self.met_trouble(error, "the end of a job could not be written")
 
+    @property
+    def has_unwritten(self) -> bool:
+        """The store refused an end that it is still to take."""
+        return bool(self._unwritten)
+
     def _worked_again(self) -> None:
         if not self._unwritten:
             self._trouble = None

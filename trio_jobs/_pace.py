@@ -59,5 +59,6 @@ def ahead(paces: Iterable[tuple[str, Pace]], workers: int) -> Ahead:
     short = {kind: pace.takes for kind, pace in paces if pace.is_short}
     if not short:
         return NOTHING_AHEAD
-    limit = workers * MAX_WAIT // max(1, *short.values(), 1)
+    # The last of them waits for the handlers under way, too.
+    limit = workers * (MAX_WAIT - SHORT) // max(1, *short.values())
     return Ahead(min(limit, MAX_AHEAD), frozenset(short))

@@ -67,7 +67,8 @@ class Pool:
         """Workers for whom nothing is claimed; below zero if some is claimed ahead."""
         self._may_go_ahead = True
         self._taken: frozenset[Fence] = frozenset()
-        self._takings = 0
+        self._long: set[Execution] = set()
+        """Those under way that are not known to be short."""
         self._host = engine.host
         self._ready: deque[Execution] = deque()
         self._ended: list[Ending] = []
@@ -156,10 +157,8 @@ class Pool:
             is_time = False
             while not is_time:
                 self._claim_if_useful()
-                takings = self._takings
                 is_time = await self._alarm.wait(self._next_instant())
-                if is_time and takings == self._takings:
-                    self._give_up_ahead()
+                self._give_up_ahead()
                 is_time = is_time or self._agenda.is_written_elsewhere
 
     async def _look_around(self) -> None:
@@ -175,17 +174,36 @@ class Pool:
             self._engine.met_trouble(error, "the store could not be read")
 
     def _next_instant(self) -> Instant | None:
+        return earliest(self._next_claim(), self._end_of_patience())
+
+    def _next_claim(self) -> Instant | None:
         if self.is_claiming or not self._engine.may_claim:
             return None
         if self._engine.once is not None and not self._agenda.is_written_elsewhere:
             return self._engine.probation.next_proof() if self._agenda.is_lost_waiting else None
         now = self._clock.now()
-        instant = self._agenda.next_instant(
+        return self._agenda.next_instant(
             has_room=self._has_room(),
             next_proof=self._engine.probation.next_proof(),
             next_look=now + microseconds(self._engine.poll),
         )
-        return earliest(instant, now + MAX_WAIT) if self._ready else instant
+
+    def _end_of_patience(self) -> Instant | None:
+        # With room for all, those that are ready are on their way to a worker.
+        is_any_ahead = self._room < 0 and self._ready
+        return self._ready[0].came_at + MAX_WAIT if is_any_ahead else None
+
+    def _give_up_ahead(self) -> None:
+        """The first has waited for as long as it may: others may have all that wait."""
+        instant = self._end_of_patience()
+        if instant is None or self._clock.now() < instant:
+            return
+        for execution in self._engine.handling():
+            if execution.row.kind in self._handlers:
+                self._long.add(execution)
+            if execution.row.kind in self._paces:
+                self._paces[execution.row.kind].took(MAX_WAIT)
+        self.hand_back_waiting()
 
     # Claiming. No await in here: a claim is submitted, and `_claimed` is called.
 
@@ -209,17 +227,9 @@ class Pool:
         return limit > 0 and len(self._ready) <= limit // 2
 
     def _ahead(self) -> Ahead:
-        if self._engine.once is not None:
+        if self._engine.once is not None or self._engine.has_unwritten:
             return NOTHING_AHEAD
-        return ahead(self._paces.items(), self.workers)
-
-    def _give_up_ahead(self) -> None:
-        """No worker took one for as long as they may wait: others may have them."""
-        if self._ready:
-            for execution in self._engine.handling():
-                if execution.row.kind in self._paces:
-                    self._paces[execution.row.kind].took(MAX_WAIT)
-            self.hand_back_waiting()
+        return ahead(self._paces.items(), self.workers - len(self._long))
 
     def _claim(self) -> None:
         if not self.is_claiming:
@@ -319,8 +329,10 @@ class Pool:
     def _take(self, claim: Claim, claimed: Claimed) -> None:
         self._room -= len(claimed.jobs)
         self._taken = frozenset([job.was.fence for job in claimed.jobs])
+        now = self._clock.now()
         for job in claimed.jobs:
             execution = Execution(job, self._handlers[job.row.kind], self._host, claim.lease_now)
+            execution.came_at = now
             self._engine.takes(execution, job)
             self._ready.append(execution)
         self._engine.claim_answered(claimed)
@@ -360,13 +372,17 @@ class Pool:
 
     async def _work_once(self, scope: trio.CancelScope) -> None:
         execution = await self._next()
+        pace = self._paces.get(execution.row.kind)
+        if pace is None or not pace.is_short:
+            self._long.add(execution)
         end = await execution.run(scope, self._engine.begins)
+        self._long.discard(execution)
         self._engine.progress()
         if execution.keyboard_interrupt is not None:
             self._engine.fail(execution.keyboard_interrupt)
         self._room += 1
         self._may_go_ahead = True
-        pace, took = self._paces.get(execution.row.kind), execution.took()
+        took = execution.took()
         if pace is not None and took is not None:
             pace.took(took)
         self._write_end(execution, end)
@@ -385,7 +401,6 @@ class Pool:
                 return trio.lowlevel.Abort.SUCCEEDED
 
             await trio.lowlevel.wait_task_rescheduled(abort)
-        self._takings += 1
         return self._ready.popleft()
 
     # Their ends.
