@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import math
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from stories import (
     make_store,
     now,
     outcomes,
+    scheduling,
     serving,
     sleeps,
 )
@@ -30,11 +32,13 @@ import trio_jobs
 from trio_jobs import (
     Attempt,
     Failure,
+    Job,
     Jobs,
     Kind,
     Retry,
     SqliteStore,
     State,
+    StoreError,
     constant,
 )
 from trio_jobs._model import Claim, Claimed
@@ -707,3 +711,154 @@ async def test_a_worker_whose_job_was_cancelled_does_the_next_one(
 
     assert (late.state, next_one.unwrap()) == (State.DEAD, 8)
     assert now() == pytest.approx(9, abs=0.01)
+
+
+@pytest.mark.parametrize("shield", [False, True])
+async def test_a_scope_without_a_deadline_that_a_handler_left_open_is_not_the_next_jobs(
+    shield: bool, autojump_clock: MockClock
+) -> None:
+    """Nothing tells of it; but somebody might cancel it, and a shield keeps timeouts away."""
+    left: list[trio.CancelScope] = []
+
+    async def leave_open(attempt: Attempt[int, int]) -> int:
+        left.append(trio.CancelScope(shield=shield))
+        left[0].__enter__()
+        return 7
+
+    untidy = Kind("untidy", int, int)
+    timed = Kind("timed", int, int, timeout=5, retry=Retry(attempts=1))
+    async with (
+        trio_jobs.open_jobs(":memory:") as jobs,
+        serving(
+            jobs, untidy.handled_by(leave_open), timed.handled_by(Script(sleeps(50))), workers=1
+        ),
+    ):
+        await finished(jobs, await jobs.enqueue(untidy, 1))
+        job = await jobs.enqueue(timed, 1)
+        await trio.sleep(1)
+        left[0].cancel()
+        await finished(jobs, job)
+
+        assert await outcomes(jobs, job) == ["timed out"]
+    assert now() == pytest.approx(5, abs=0.01)
+
+
+async def test_a_scope_that_a_handler_left_open_and_that_ends_it_is_no_stop_of_the_runner(
+    autojump_clock: MockClock,
+) -> None:
+    """It is an attempt that failed, or the job would be tried for ever."""
+
+    async def leave_open(attempt: Attempt[int, int]) -> int:
+        trio.move_on_after(5).__enter__()  # noqa: ASYNC122
+        await trio.sleep(10)
+        return 7
+
+    untidy = Kind("untidy", int, int, retry=Retry(attempts=2, backoff=constant(1)))
+    async with (
+        trio_jobs.open_jobs(":memory:") as jobs,
+        serving(
+            jobs, untidy.handled_by(leave_open), number.handled_by(Script(sleeps(9, 8))), workers=1
+        ),
+    ):
+        [ended] = await finished(jobs, await jobs.enqueue(untidy, 1))
+        [innocent] = await finished(jobs, await jobs.enqueue(number, 1))
+
+        assert await outcomes(jobs, ended) == ["failed", "failed"]
+    assert ended.failure == Failure("internal error", "Cancelled")
+    assert (innocent.unwrap(), innocent.attempt) == (8, 1)
+
+
+async def test_a_handler_sees_no_deadline_but_its_own(autojump_clock: MockClock) -> None:
+    seen: list[float] = []
+
+    async def handle(attempt: Attempt[int, int]) -> int:
+        with trio.fail_after(3):
+            seen.append(trio.current_effective_deadline())
+            await trio.lowlevel.checkpoint()
+        seen.append(trio.current_effective_deadline())
+        return 7
+
+    timed = Kind("timed", int, int, timeout=5)
+    with trio.fail_after(1000):
+        async with (
+            trio_jobs.open_jobs(":memory:") as jobs,
+            serving(jobs, timed.handled_by(handle), workers=1),
+        ):
+            await finished(jobs, *await jobs.enqueue_many(timed, [1, 2]), within=900)
+
+    assert seen == [3, math.inf, 3, math.inf]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_limit_in_the_instant_of_a_jobs_end_does_not_touch_the_next_one(seed: int) -> None:
+    """Timeouts act a millisecond late; and in that instant the worker takes the next job."""
+    timed = Kind("timed", int, int, timeout=5, retry=Retry(attempts=1))
+    first = Script(sleeps(5.001, 7), sleeps(5, 7), sleeps(4.999, 7))
+
+    async def main() -> None:
+        async with (
+            trio_jobs.open_jobs(":memory:") as jobs,
+            serving(jobs, timed.handled_by(first), number.handled_by(Script(sleeps(9, 8)))),
+        ):
+            enqueued: list[Job[int]] = []
+            for kind in (timed, number, timed, number, timed, number):
+                enqueued.append(await jobs.enqueue(kind, 1))
+            late, *ended = await finished(jobs, *enqueued)
+
+        # A value that is returned, though it was stopped, counts before a timeout.
+        assert late.state in (State.SUCCEEDED, State.DEAD)
+        assert [job.result for job in ended] == [8, 7, 8, 7, 8]
+        assert {job.attempt for job in ended} == {1}
+
+    with scheduling(seed):
+        trio.run(main, clock=MockClock(autojump_threshold=0))
+
+
+async def test_a_cancel_of_a_job_whose_end_waits_does_not_touch_the_workers_next_one(
+    autojump_clock: MockClock,
+) -> None:
+    store = Trouble(":memory:")
+    async with (
+        trio_jobs.open_jobs(store) as jobs,
+        serving(jobs, number.handled_by(Script(sleeps(5, 7), sleeps(20, 8))), workers=1),
+    ):
+        enqueued = await jobs.enqueue_many(number, [1, 2])
+        await trio.sleep(4)
+        failing = iter([StoreError("disk I/O error")] * 2)
+        store.rule = lambda step: next(failing, None) if step == "apply" else None
+        await trio.sleep(1.01)
+        for error in failing:  # the next end will be written
+            assert error is not None
+        await jobs.cancel(enqueued[0])
+        ended = await finished(jobs, *enqueued)
+
+        assert [await outcomes(jobs, job) for job in ended] == [["cancelled"], []]
+    assert [job.state for job in ended] == [State.CANCELLED, State.SUCCEEDED]
+
+
+async def test_a_closing_Jobs_whose_claim_is_just_being_answered_asks_for_no_further_one(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """What was heard meanwhile is a reason to, and there is nobody left to ask."""
+    store = Trouble(tmp_path / "jobs.db")
+    is_made, may_go_on = threading.Event(), threading.Event()
+    seen: list[str] = []
+
+    def hold_the_answer(step: str) -> None:
+        seen.append(step)
+        if step == "committed" and "claim" in seen and not is_made.is_set():
+            is_made.set()
+            may_go_on.wait(10)
+
+    store.rule = hold_the_answer
+    with pytest.RaisesGroup(trio.ClosedResourceError):
+        async with (
+            trio.open_nursery() as nursery,
+            trio_jobs.open_jobs(tmp_path / "jobs.db") as two,
+            trio_jobs.open_jobs(store) as jobs,
+        ):
+            await nursery.start(trio_jobs.serve, jobs, [plain.handled_by(Script(None))])
+            while not is_made.is_set():
+                await trio.lowlevel.checkpoint()
+            await two.enqueue(plain, None)
+            threading.Timer(0.05, may_go_on.set).start()

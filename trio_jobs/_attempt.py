@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
@@ -147,6 +146,8 @@ class Host:
     decision_now: Callable[[], Instant]
     """The instant that ends are decided by."""
     watches_deadlines: bool
+    is_cancelled: Callable[[], bool]
+    """Something went wrong in the runner itself, and Trio cancels all of it."""
 
 
 class Execution:
@@ -302,8 +303,8 @@ class Execution:
         finally:
             self._scope = None
             self.is_handling = False
-        if not (returned or self._stops) and trio.current_effective_deadline() == -math.inf:
-            self._stops.add(Stop.SHUTDOWN)  # the runner itself is being cancelled
+        if not (returned or self._stops) and host.is_cancelled():
+            self._stops.add(Stop.SHUTDOWN)
         try:
             return self._verdict(kind, returned, value, raised)
         except BaseException as error:  # noqa: ASYNC103 - none is so exotic that it hurts others

@@ -106,6 +106,7 @@ class Engine:
             decision_now=self.decision_now,
             # Where time stands still (`run_once(now)`), none passes while a handler runs.
             watches_deadlines=once is None or once.now is None,
+            is_cancelled=lambda: self.nursery.cancel_scope.cancel_called,
         )
         self._keeper = Keeper(
             self.bridge, self.clock, poll=poll, lease=self.lease, met_trouble=self.met_trouble

@@ -274,7 +274,7 @@ class Pool:
     def _claimed(self, write: Write, allowance: Allowance, result: outcome.Outcome[Any]) -> None:
         self.is_claiming = False
         self._claim_under_way = None
-        if self._engine.is_over:
+        if self._engine.is_over or self._bridge.is_closed:
             if isinstance(result, outcome.Value):
                 self._give_back(result.value)
             return
@@ -365,7 +365,8 @@ class Pool:
                 # a scope or nursery of its own: nobody else's job must run in that.
                 nurseries = len(trio.lowlevel.current_task().child_nurseries)
                 with trio.CancelScope() as scope:
-                    while not scope.cancel_called and _is_innermost(scope, nurseries):
+                    status = _cancel_status()
+                    while not scope.cancel_called and _is_innermost(scope, nurseries, status):
                         await self._work_once(scope)
             except RuntimeError as error:  # "Cancel scope stack corrupted", now mended
                 _log.error("a handler left a cancel scope or nursery open", exc_info=error)
@@ -470,9 +471,15 @@ class Pool:
         self._write_end(execution, end)
 
 
-def _is_innermost(scope: trio.CancelScope, nurseries: int) -> bool:
-    """As far as Trio tells: a scope without a deadline in which nothing happens is not found."""
+def _is_innermost(scope: trio.CancelScope, nurseries: int, status: object) -> bool:
     return (
         trio.current_effective_deadline() == scope.deadline
         and len(trio.lowlevel.current_task().child_nurseries) == nurseries
+        and _cancel_status() is status
     )
+
+
+def _cancel_status() -> object:
+    # Private to Trio, and the only thing that tells of a scope without a deadline. Should it go
+    # away, the rest is still told by the two above.
+    return getattr(trio.lowlevel.current_task(), "_cancel_status", None)
