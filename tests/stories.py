@@ -241,6 +241,10 @@ class Trouble(SqliteStore):
         self._meet("claim")
         return super().claim(claim)
 
+    def version(self, now: int) -> Any:
+        self._meet("look")
+        return super().version(now)
+
     def get(self, id: int) -> Row | None:
         self._meet("get")
         return super().get(id)

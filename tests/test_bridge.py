@@ -10,7 +10,7 @@ import signal
 import sqlite3
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +194,31 @@ async def test_what_a_write_says_is_asked_for_when_its_batch_is_formed(gated: Ga
 
     assert not asked_early
     assert (row.key, is_new) == ("late", True)
+
+
+async def test_a_look_claims_only_if_somebody_else_has_committed(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.db"
+
+    policy = Policy(attempts=1, on_interrupt="retry", wait=lambda job_id, attempt: 0)
+    claim = Claim(policies={"k": policy}, limit=5, lost_limit=0, now=5, lease_now=5, lease_until=10)
+
+    async def look(unless: Hashable) -> tuple[Any, object]:
+        write = Write("claim", claim)
+        write.unless = unless
+        bridge.submit(write)
+        return await bridge.outcome_of(write), write.version
+
+    async with open_bridge(SqliteStore(path)) as bridge, open_bridge(SqliteStore(path)) as other:
+        first, version = await look(())
+        await bridge.add([new_job()])  # told by other ways
+        second, same = await look(version)
+        await other.add([new_job()])
+        third, changed = await look(version)
+
+    assert first.jobs == []
+    assert (second, same) == (None, version)
+    assert len(third.jobs) == 2
+    assert changed != version
 
 
 async def test_rows_are_told_before_their_writers_go_on(store: SqliteStore) -> None:

@@ -316,6 +316,24 @@ def test_others_are_looked_at_first_and_then_now_and_then(world: World) -> None:
     assert len(world.questions) == 1
 
 
+def test_that_a_process_died_is_news_though_nobody_has_committed(world: World) -> None:
+    def version(now: int) -> object:
+        with b.transaction():
+            return b.version(now)
+
+    a, b = world.process(), world.process()
+    add(b, new())
+    claim(a)
+    before = version(100)
+    world.kill(a)
+    just_now = version(101)
+    later = version(100 + LOOK_EVERY)
+
+    assert before == just_now
+    assert later != before
+    assert ids(claim(b, now=101 + LOOK_EVERY)) == [1]
+
+
 def test_who_died_is_dead_in_every_claim_until_the_last_of_its_rows_is_gone(world: World) -> None:
     a, b = world.process(), world.process()
     add(b, *[new() for _ in range(5)])

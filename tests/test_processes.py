@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable
@@ -623,6 +624,30 @@ async def test_wait_finished_hears_of_an_end_in_another_process_within_poll(
 
     assert end.unwrap() == "A"
     assert 0 <= heard - unix(end.finished_at) <= POLL + SLACK
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of writes to a file")
+async def test_processes_hear_of_each_other_at_once_and_not_only_once_a_poll(
+    serve: Serve, jobs: Jobs
+) -> None:
+    a = await serve("A", poll=LONG, workers=1)
+    await a.event("serving")
+
+    starts, ends = [], []
+    for _ in range(5):
+        job = await jobs.enqueue(work, Work())
+        ended = await jobs.wait_finished(job, poll=LONG)
+        ends.append(time.time() - unix(ended.finished_at))
+        starts.append((await a.event("start", job=job.id))["at"] - unix(job.enqueued_at))
+    job = await jobs.enqueue(work, Work(LONG))
+    await a.event("start", job=job.id)
+    await jobs.cancel(job)
+    cancelled = await jobs.wait_finished(job, poll=LONG)
+
+    assert sorted(starts)[2] <= SLACK
+    assert sorted(ends)[2] <= SLACK
+    assert cancelled.state is State.CANCELLED
+    assert a.complaints() == []
 
 
 async def test_K1_a_cancel_in_one_process_reaches_the_handler_in_another_within_poll(

@@ -112,13 +112,13 @@ FIELDS: dict[type, list[str]] = {
 
 # A module imports only from the rows above its own.
 LAYERS = [
-    {"_errors", "_checks", "_identity", "_pace"},
+    {"_errors", "_checks", "_identity", "_inotify", "_pace"},
     {"_model", "_codec", "_retry"},
     {"_lifecycle", "_store", "_kinds", "_drivers", "_schema"},
     {"_clock", "_hub", "_rows"},
     {"_writes", "_owners", "_agenda", "_probation"},
     {"_bridge", "_claims"},
-    {"sqlite"},
+    {"sqlite", "_lookout"},
     {"_jobs"},
     {"_attempt"},
     {"_keeper"},
@@ -141,6 +141,7 @@ MAY_IMPORT_TRIO = {
     "_hub",
     "_jobs",
     "_keeper",
+    "_lookout",
     "_pool",
     "_runner",
     "_work",

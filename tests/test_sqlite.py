@@ -1467,6 +1467,30 @@ def test_the_log_stays_bounded_while_jobs_are_written(
     assert not log.exists()
 
 
+def test_what_anybody_else_commits_is_news_and_what_is_rolled_back_is_not(
+    path: Path, driver: Driver
+) -> None:
+    def version() -> object:
+        with mine.transaction():
+            return mine.version(100)
+
+    mine, other = SqliteStore(path, driver=driver), SqliteStore(path, driver=driver)
+    connect: Callable[[str], Any] = sqlite3.connect if driver == "sqlite3" else apsw.Connection
+    with opened(mine), opened(other), contextlib.closing(connect(str(path))) as connection:
+        versions = [version()]
+        add(other, new())
+        versions.append(version())
+        for end in ("ROLLBACK", "COMMIT"):
+            connection.execute("BEGIN")
+            mine.add_on(connection, new())
+            connection.execute(end)
+            versions.append(version())
+        versions.append(version())
+
+    start, after_other, after_rollback, after_commit, later = versions
+    assert start != after_other == after_rollback != after_commit == later
+
+
 def test_nothing_is_checkpointed_while_there_is_little_to_do(path: Path, driver: Driver) -> None:
     store = SqliteStore(path, driver=driver)
     spies = Spies(store)

@@ -961,6 +961,35 @@ def test_a_lock_of_our_own_is_none_that_others_hold(store: Store) -> None:
     assert len(add(store, new())) == 1
 
 
+def test_those_that_have_ended_are_found_among_any_number_of_ids(store: Store) -> None:
+    rows = add(store, *[new() for _ in range(4)])
+    jobs = claim(store, limit=2).jobs
+    cancel(store, rows[3])
+    apply(store, _lifecycle.ended(jobs[1].row, Returned(b"1"), POLICY, 110))
+
+    found = store.finished([*(row.id for row in rows), -1, 10**6, 2**63 - 1])
+
+    assert sorted(found, key=lambda row: row.id) == [
+        now_of(store, rows[1]),
+        now_of(store, rows[3]),
+    ]
+    assert store.finished([]) == []
+
+
+def version(store: Store) -> object:
+    with store.transaction():
+        return store.version(100)
+
+
+def test_what_a_store_does_itself_is_no_news_to_it(store: Store) -> None:
+    before = version(store)
+    add(store, new())
+    claim(store)
+    store.get(1)
+
+    assert version(store) == before
+
+
 def test_tidying_is_fine_at_any_time(store: Store) -> None:
     for _ in range(3):
         add(store, new(payload=b"x" * 100_000))

@@ -17,6 +17,8 @@ class Agenda:
     def __init__(self) -> None:
         self.is_hungry = True
         """There may be due rows that no claim has seen."""
+        self.is_curious = False
+        """Somebody else may have committed: a claim that is only made if so."""
         self.is_lost_waiting = False
         """The last claim left lost rows, which have to wait for others to be proven."""
         self.is_written_elsewhere = False
@@ -42,7 +44,7 @@ class Agenda:
 
     def claim_was_formed(self) -> None:
         """Whatever was heard until now, it will see."""
-        self.is_hungry = False
+        self.is_hungry = self.is_curious = False
         self._heard_due = self._heard_deadline = None
 
     def claim_was_answered(self, claim: Claim, claimed: Claimed) -> None:
@@ -68,9 +70,13 @@ class Agenda:
 
     def wants_claim(self, now: Instant) -> bool:
         """A claim may find something, if there is room for it."""
-        return self.may_claim(now) and (
-            self.is_hungry or (self._due is not None and self._due <= now)
-        )
+        if not self.may_claim(now):
+            return False
+        return self.is_hungry or (self._due is not None and self._due <= now)
+
+    def wants_look(self, now: Instant) -> bool:
+        """To claim if somebody else has committed; also without room, for cancel requests."""
+        return self.is_curious and self.may_claim(now)
 
     def next_instant(
         self, *, has_room: bool, next_proof: Instant | None, next_look: Instant

@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import outcome
@@ -33,7 +33,7 @@ _log = logging.getLogger("trio_jobs")
 # More answers in one tick make the last of them late: 1000 tasks woken at once, 13 ms.
 MAX_BATCH: Final = 250
 
-Verb: TypeAlias = Literal["apply", "add", "renew", "claim"]
+Verb: TypeAlias = Literal["apply", "add", "renew", "claim", "look"]
 Done: TypeAlias = Callable[[outcome.Outcome[Any]], None]
 
 
@@ -43,9 +43,12 @@ class Write:
     `done` is called on the Trio thread when `result` holds the outcome. `items` may be a
     function: then it is called when the batch is formed, so that what it says is fresh.
     Where one of several changes fails, the result has its error in the place of an answer.
+
+    A claim with `unless` is a look: its result is None, and nothing was claimed, if that is
+    still the store's version. Then `version` is what it is now.
     """
 
-    __slots__ = ("done", "is_taken", "items", "result", "verb")
+    __slots__ = ("done", "is_taken", "items", "result", "unless", "verb", "version")
 
     def __init__(self, verb: Verb, items: Any, done: Done | None = None) -> None:
         self.verb: Verb = verb
@@ -53,6 +56,8 @@ class Write:
         self.done = done
         self.is_taken = False
         self.result: outcome.Outcome[Any] | None = None
+        self.unless: Hashable = None
+        self.version: Hashable = None
 
 
 class Bridge:
@@ -123,7 +128,7 @@ class Bridge:
                     self._end(1)
         _open_bridges.discard(self)
 
-    # Writing. The four verbs of the store that wait for a commit.
+    # Writing. The verbs of the store that wait for a commit, or for the lock.
 
     async def add(
         self, jobs: Sequence[NewJob], claims: Sequence[Write] = ()
@@ -144,6 +149,11 @@ class Bridge:
         write = Write("renew", (fences, until))
         self.submit(write)
         result: dict[Fence, bool] = await self.outcome_of(write)
+        return result
+
+    async def version(self) -> Hashable:
+        """What it is after every commit that was under way."""
+        result: Hashable = await self._write("look", self.clock.now())
         return result
 
     @trio.lowlevel.enable_ki_protection
@@ -383,8 +393,19 @@ def _perform(store: Store, batch: Sequence[Write]) -> list[Any]:
             results[id(write)] = store.renew(*write.items)
     for write in batch:
         if write.verb == "claim":
-            results[id(write)] = store.claim(write.items)
+            results[id(write)] = _claim(store, write)
+    for write in batch:
+        if write.verb == "look":
+            results[id(write)] = store.version(write.items)
     return [results[id(write)] for write in batch]
+
+
+def _claim(store: Store, write: Write) -> Claimed | None:
+    if write.unless is not None:
+        write.version = store.version(write.items.lease_now)
+        if write.version == write.unless:
+            return None
+    return store.claim(write.items)
 
 
 def _committed_rows(verb: Verb, items: Any, result: Any) -> list[Row]:
@@ -394,8 +415,8 @@ def _committed_rows(verb: Verb, items: Any, result: Any) -> list[Row]:
         pairs = zip(items, result, strict=True)
         return [change.after for change, refused in pairs if refused is None]
     if verb == "claim":
-        claimed: Claimed = result
-        return [change.after for change in claimed.settled]
+        claimed: Claimed | None = result
+        return [] if claimed is None else [change.after for change in claimed.settled]
     return []
 
 

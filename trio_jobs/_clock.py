@@ -39,6 +39,8 @@ class Clock:
         self._mock = _mock_clock()
         self.is_virtual = source is None and self._mock is not None
         """No timer is a safety net: sleep to the next instant that matters, however far."""
+        self.is_mocked = self._mock is not None
+        """Trio's own time is virtual; `now` need not be."""
         self._is_given = source is not None
         if source is not None:
             self._read = source

@@ -168,7 +168,7 @@ class Engine:
         # Shielded: a cancellation from outside begins the orderly stop, it does not cut the
         # handlers off. `_wind_down` is bounded, but for handlers that cannot be cancelled.
         try:
-            with trio.CancelScope(shield=True):
+            with trio.CancelScope(shield=True), self.jobs._lookout.wanted():
                 async with trio.open_nursery() as self.nursery:
                     try:
                         self.nursery.start_soon(self._keeper.keep_leases)
@@ -323,6 +323,10 @@ class Engine:
         for fence in claimed.cancelled:
             self._cancel(fence)
 
+    def claim_was_not_needed(self) -> None:
+        """Nobody else has committed, and no instant has come."""
+        self._worked_again()
+
     def maybe_all_is_done(self) -> None:
         """`run_once` ends when no pool finds anything more."""
         if self.once is not None and all(pool.is_exhausted for pool in self._pools):
@@ -414,6 +418,10 @@ class Engine:
     def written_elsewhere(self) -> None:
         for pool in self._pools:
             pool.heard_of_writing_elsewhere()
+
+    def look(self) -> None:
+        for pool in self._pools:
+            pool.look()
 
     def _cancel(self, fence: Fence) -> None:
         execution = self._keeper.in_hand.get(fence)

@@ -7,7 +7,7 @@ rows into immutable snapshots.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -24,6 +24,7 @@ from ._errors import JobFailed, JobNotFound, PayloadError, StateError
 from ._hub import Hub, Listener, join_hub, leave_hub
 from ._kinds import Kind
 from ._lifecycle import IllegalTransition
+from ._lookout import Lookout
 from ._model import Failure, Instant, NewJob, Outcome, PastStart, Row, State
 from ._store import Store
 from .sqlite import SqliteStore
@@ -172,6 +173,10 @@ class Watcher(Protocol):
         """Something was written that nobody can tell yet: look at the store."""
         ...
 
+    def look(self) -> None:
+        """Somebody else may have committed."""
+        ...
+
 
 @asynccontextmanager
 async def open_jobs(
@@ -205,6 +210,7 @@ async def open_jobs(
     finally:
         if not jobs._bridge.is_inherited:
             leave_hub(identity, listener)
+        jobs._lookout.close()
         await jobs._bridge.close()  # noqa: ASYNC102 - it shields itself, and is bounded
         jobs._written_elsewhere()  # so that who still waits looks, and is told it is closed
 
@@ -218,6 +224,9 @@ class Jobs:
         self._clock = clock
         self._max_payload = max_payload
         self._bridge = Bridge(store, clock, self._tell, self._tell_unsure)
+        self._lookout = Lookout(self._bridge, store, clock, self._look)
+        self._version: Hashable = None
+        """The store's when its ends were looked for last."""
         self._hub: Hub
         # Not sets: who hears first must not depend on where objects lie in memory.
         self._watchers: dict[Watcher, None] = {}
@@ -381,7 +390,8 @@ class Jobs:
     async def wait_finished(self, job_or_id: int | Job[Any], *, poll: float = 1.0) -> Job[Any]:
         """Wait until the job has ended, and return it.
 
-        Wakes at once if it ends in this process, within `poll` seconds otherwise.
+        Wakes at once if it ends in this process, and on Linux also if in another one; within
+        `poll` seconds otherwise.
         Cancelling the wait does not touch the job. Raises `JobNotFound`.
         """
         poll = seconds(poll, "poll", above=True)
@@ -390,16 +400,17 @@ class Jobs:
         waiters = self._waiters.setdefault(number, {})
         waiters[waiter] = None
         try:
-            while True:
-                waiter.event = trio.Event()
-                row = await self._row(number)
-                if row.state.is_final:
-                    break
-                with trio.move_on_at(self._clock.trio_deadline(None, poll)):
-                    await waiter.event.wait()
-                if waiter.row is not None:
-                    row = waiter.row
-                    break
+            with self._lookout.wanted():
+                while True:
+                    waiter.event = trio.Event()
+                    row = await self._row(number)
+                    if row.state.is_final:
+                        break
+                    with trio.move_on_at(self._clock.trio_deadline(None, poll)):
+                        await waiter.event.wait()
+                    if waiter.row is not None:
+                        row = waiter.row
+                        break
         finally:
             waiters.pop(waiter)
             if not waiters and self._waiters.get(number) is waiters:
@@ -410,8 +421,8 @@ class Jobs:
         """End a job early. True: this call cancelled it, or it will be cancelled when its
         attempt ends; False: it had already ended. Raises `JobNotFound`.
 
-        The handler of a running one is cancelled at once in this process, within `poll` in
-        another one.
+        The handler of a running one is cancelled at once in this process, and on Linux also in
+        another one; there within `poll` otherwise.
         """
         row = await self._row(id)
         while True:
@@ -497,13 +508,31 @@ class Jobs:
     def _tell_unsure(self) -> None:
         self._hub.tell_written_elsewhere()
 
+    async def _look(self) -> None:
+        """Somebody else may have committed: runners claim if so, and whoever waits for a job
+        that has ended is told."""
+        for watcher in tuple(self._watchers):
+            watcher.look()
+        if self._waiters:
+            version = await self._bridge.version()
+            ids = list(self._waiters)
+            if ids and version != self._version:
+                rows = await self._bridge.read(lambda store: store.finished(ids))
+                self._version = version
+                if rows:
+                    self._lookout.found()
+                    self._tell_waiters(rows)
+
+    def _tell_waiters(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            if row.state.is_final:
+                for waiter in self._waiters.pop(row.id, ()):
+                    waiter.row = row
+                    waiter.event.set()
+
     def _heard(self, rows: Sequence[Row]) -> None:
         if self._waiters:
-            for row in rows:
-                if row.state.is_final:
-                    for waiter in self._waiters.pop(row.id, ()):
-                        waiter.row = row
-                        waiter.event.set()
+            self._tell_waiters(rows)
         for watcher in tuple(self._watchers):
             watcher.heard(rows)
 

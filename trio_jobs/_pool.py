@@ -11,7 +11,7 @@ import contextvars
 import functools
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import outcome
@@ -78,6 +78,11 @@ class Pool:
         self._alarm = Alarm(engine.clock, engine.poll)
         self._agenda = Agenda()
         self._claim_under_way: Write | None = None
+        self._version: Hashable = ()
+        """The store's at the latest look."""
+        self._looked_around_at: Instant | None = None
+        self._is_news = False
+        """Others have committed since then."""
 
     # What the engine tells it.
 
@@ -127,6 +132,11 @@ class Pool:
         self._agenda.is_hungry = True
         self._alarm.ring()
 
+    def look(self) -> None:
+        """Somebody else may have committed: claim if so."""
+        self._agenda.is_curious = True
+        self._claim_if_useful()
+
     def lost_jobs_may_start(self) -> None:
         """More of them than before."""
         if self._agenda.is_lost_waiting:
@@ -149,20 +159,45 @@ class Pool:
 
     @trio.lowlevel.enable_ki_protection
     async def poll(self) -> None:
-        """Claim when a due time or deadline has come, and once a `poll` on a real clock."""
+        """Claim when a due time or deadline has come; once a `poll` on a real clock, look."""
+        is_look = False
         while True:
-            await self._look_around()
+            if not is_look or self._is_news or self._agenda.is_written_elsewhere:
+                await self._look_around()
             if self._engine.has_work and not self._agenda.is_written_elsewhere:
-                self._claim()
-            is_time = False
-            while not is_time:
-                self._claim_if_useful()
-                is_time = await self._alarm.wait(self._next_instant())
-                self._give_up_ahead()
-                is_time = is_time or self._agenda.is_written_elsewhere
+                self._claim(is_look=is_look)
+            is_look = await self._sleep()
+
+    async def _sleep(self) -> bool:
+        """Until it is time to claim, or, if it returns True, for a look."""
+        while True:
+            self._claim_if_useful()
+            instant = self._next_instant()
+            is_time = await self._alarm.wait(instant)
+            self._give_up_ahead()
+            if is_time or self._agenda.is_written_elsewhere or self._is_news_of_kinds():
+                return self._is_look_enough(instant)
+
+    def _is_look_enough(self, instant: Instant | None) -> bool:
+        """No instant has come that a claim was to wait for."""
+        if self._clock.is_virtual or self._engine.once is not None:
+            return False
+        if self._agenda.is_written_elsewhere or self._agenda.is_lost_waiting:
+            return False
+        return instant is None or self._clock.now() < instant
+
+    def _is_news_of_kinds(self) -> bool:
+        """There may be unknown kinds, and it is a `poll` since they were looked for."""
+        at, poll = self._looked_around_at, microseconds(self._engine.poll)
+        return (
+            self._is_news
+            and self._engine.looks_for_unhandled(self)
+            and (at is None or self._clock.ticks() >= at + poll)
+        )
 
     async def _look_around(self) -> None:
         """See what no claim shows: unknown kinds, and whether another's transaction is over."""
+        self._looked_around_at, self._is_news = self._clock.ticks(), False
         try:
             if self._engine.looks_for_unhandled(self):
                 self._engine.meet(await self._bridge.read(lambda store: store.queued_kinds()))
@@ -171,6 +206,7 @@ class Pool:
                 if not await self._bridge.read(lambda store: store.is_unlocked()):
                     self._agenda.is_written_elsewhere = True
         except StoreError as error:
+            self._is_news = True
             self._engine.met_trouble(error, "the store could not be read")
 
     def _next_instant(self) -> Instant | None:
@@ -210,6 +246,8 @@ class Pool:
     def _claim_if_useful(self) -> None:
         if self._wants_claim():
             self._claim()
+        elif self._wants_look():
+            self._claim(is_look=True)
 
     def _wants_claim(self) -> bool:
         return (
@@ -217,6 +255,13 @@ class Pool:
             and not self.is_claiming
             and self._engine.may_claim
             and self._agenda.wants_claim(self._engine.decision_now())
+        )
+
+    def _wants_look(self) -> bool:
+        return (
+            not self.is_claiming
+            and self._engine.has_work
+            and self._agenda.wants_look(self._engine.decision_now())
         )
 
     def _has_room(self) -> bool:
@@ -231,9 +276,11 @@ class Pool:
             return NOTHING_AHEAD
         return ahead(self._paces.items(), self.workers - len(self._long))
 
-    def _claim(self) -> None:
+    def _claim(self, *, is_look: bool = False) -> None:
         if not self.is_claiming:
-            self._bridge.submit(self._new_claim())
+            write = self._new_claim()
+            write.unless = self._version if is_look else None
+            self._bridge.submit(write)
 
     def _new_claim(self) -> Write:
         self.is_claiming = True
@@ -275,11 +322,14 @@ class Pool:
         self.is_claiming = False
         self._claim_under_way = None
         if self._engine.is_over or self._bridge.is_closed:
-            if isinstance(result, outcome.Value):
+            if isinstance(result, outcome.Value) and result.value is not None:
                 self._give_back(result.value)
             return
-        if isinstance(result, outcome.Value):
+        if isinstance(result, outcome.Value) and result.value is None:
+            self._engine.claim_was_not_needed()
+        elif isinstance(result, outcome.Value):
             self._take(write.items, result.value)
+            self._saw(write, result.value)
         elif isinstance(result, outcome.Error):
             self._refused(result.error)
         if self._engine.probation.release(allowance):
@@ -288,6 +338,15 @@ class Pool:
             self.wake()
         self._engine.progress()
         self._sleep_no_longer()
+
+    def _saw(self, look: Write, claimed: Claimed) -> None:
+        if look.unless is not None:
+            self._version = look.version
+            if claimed.jobs:
+                self._engine.jobs._lookout.found()
+            if self._engine.looks_for_unhandled(self):
+                self._is_news = True
+                self._alarm.ring()
 
     def _sleep_no_longer(self) -> None:
         """There is room that was not there, or a due time was learnt."""
@@ -299,7 +358,7 @@ class Pool:
         """More lost jobs may start now than when the claim was made: one was proven since."""
         taken = (
             sum(job.taken_up for job in result.value.jobs)
-            if isinstance(result, outcome.Value)
+            if isinstance(result, outcome.Value) and result.value is not None
             else 0
         )
         now = self._engine.probation.allowance(self._clock.now())

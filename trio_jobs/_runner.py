@@ -34,7 +34,8 @@ async def serve(  # noqa: ASYNC128 - the engine says that it has started
 
     At most `workers` handlers run at a time. `queues` chooses among the handlers by
     `kind.queue`: names, or a mapping from name to its own number of workers. The store is
-    looked at every `poll` seconds, and at once when this process enqueues. A claim is valid
+    looked at every `poll` seconds, and at once when this process enqueues; on Linux also when
+    another one does. A claim is valid
     for `lease` seconds and renewed while its handler runs.
 
     Cancelling it stops in order: no new claims, `grace` seconds for handlers to end, then

@@ -46,6 +46,11 @@ class Store(Protocol):
         """Equal for two open stores exactly when they keep the same rows."""
         ...
 
+    @property
+    def log(self) -> str | None:
+        """The path of a file that every commit appends to, whoever makes it, if there is one."""
+        ...
+
     def open(self) -> None:
         """Make it usable, creating or migrating the schema in one transaction.
 
@@ -121,8 +126,17 @@ class Store(Protocol):
         """
         ...
 
+    def version(self, now: Instant) -> Hashable:
+        """Inside a transaction: not what it was before, if anybody else has committed since, or
+        if a process that claimed is found to be gone (looked for as in `claim`, at `now`)."""
+        ...
+
     def get(self, id: int) -> Row | None:
         """The row as committed last."""
+        ...
+
+    def finished(self, ids: Collection[int]) -> list[Row]:
+        """Those of them that have ended."""
         ...
 
     def find(

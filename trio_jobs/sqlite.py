@@ -157,6 +157,10 @@ class SqliteStore:
     def identity(self) -> Hashable:
         return id(self) if self._file is None else self._file
 
+    @property
+    def log(self) -> str | None:
+        return None if self._is_memory else f"{self._real_path}-wal"
+
     # Opening and closing.
 
     def open(self) -> None:
@@ -369,12 +373,25 @@ class SqliteStore:
         self._owners.look(connection, claim.lease_now)
         return _claims.claim_rows(connection, claim, self._owners)
 
+    @_verb("looking for commits of others")
+    def version(self, now: Instant) -> Hashable:
+        connection = self._in_transaction()
+        self._owners.look(connection, now)
+        # Commits of this connection do not change it.
+        [(version,)] = connection.execute("PRAGMA data_version")
+        return (version, tuple(self._owners.dead))
+
     # Reading.
 
     @_verb("reading a job")
     def get(self, id: int) -> Row | None:
         records = self._query(GET, (integer(id),))
         return row_of(records[0]) if records else None
+
+    @_verb("looking for the ends of jobs")
+    def finished(self, ids: Collection[int]) -> list[Row]:
+        wanted = as_json([integer(id) for id in ids])
+        return [row_of(record) for record in self._query(_FINISHED, (wanted,))]
 
     @_verb("finding jobs")
     def find(
@@ -571,6 +588,12 @@ FROM trio_jobs_job
 WHERE id > :after AND state IN (SELECT value FROM json_each(:codes))
     AND (:kind IS NULL OR kind = :kind)
 ORDER BY id LIMIT :limit
+"""
+
+_FINISHED: Final = f"""
+SELECT {ROW}
+FROM trio_jobs_job
+WHERE id IN (SELECT value FROM json_each(?)) AND state >= 3
 """
 
 _HISTORY: Final = """
