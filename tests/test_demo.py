@@ -494,7 +494,8 @@ def test_killed_and_started_again_it_goes_on_and_hashes_nothing_twice(
     starts = Counter((tmp_path / "hashed").read_text().splitlines())
     assert len(starts) == count
     assert {path for path, number in starts.items() if number > 1}.isdisjoint(finished)
-    assert sum(starts.values()) <= count + 8  # what its workers had in hand
+    # What its workers had in hand, and ends on their way to the disk.
+    assert sum(starts.values()) <= count + 8 + 250
     assert query(database, "SELECT count(*), count(DISTINCT key) FROM trio_jobs_job") == [
         (count + 1,) * 2
     ]

@@ -862,3 +862,17 @@ async def test_a_closing_Jobs_whose_claim_is_just_being_answered_asks_for_no_fur
                 await trio.lowlevel.checkpoint()
             await two.enqueue(plain, None)
             threading.Timer(0.05, may_go_on.set).start()
+
+
+async def test_a_look_that_finds_nothing_new_forgets_nothing(
+    jobs: Jobs, autojump_clock: MockClock
+) -> None:
+    """Others have not committed; but more jobs wait here, and no timer would find them."""
+    enqueued = await jobs.enqueue_many(plain, [None] * 3)
+    async with serving(jobs, plain.handled_by(Script(sleeps(5))), workers=1):
+        for _ in range(3):
+            await trio.sleep(1)
+            await jobs._look()
+        await finished(jobs, *enqueued)
+
+    assert now() == 15

@@ -291,6 +291,8 @@ class Pool:
         # moment, and so are the instants, from which the leases count. What is heard after
         # `claim_was_formed` makes the pool ask again, so it comes before all that is read.
         def claim() -> Claim:
+            if self._agenda.is_hungry:
+                write.unless = None  # a look is not enough: there is something to be seen
             self._agenda.claim_was_formed()
             now = self._clock.now()
             once = self._engine.once
