@@ -634,6 +634,51 @@ def test_more_says_whether_due_rows_are_left(store: Store) -> None:
     assert (ids(two), claim(store, limit=1).jobs) == ([2], [])
 
 
+def test_rows_are_taken_ahead_in_order_up_to_the_first_that_may_not_be(store: Store) -> None:
+    add(store, *[new(kind) for kind in ("sms", "mail", "sms", "sms", "mail", "sms")])
+    ahead: Any = {"policies": TWO_KINDS, "ahead_limit": 9, "ahead_kinds": frozenset(["sms"])}
+
+    none = claim(store, limit=0, ahead_limit=9)
+    first = claim(store, limit=0, **ahead)
+    barred = claim(store, limit=0, **ahead)
+    second = claim(store, limit=1, **ahead)
+    rest = claim(store, limit=1, **ahead)
+
+    assert [ids(one) for one in (none, first, barred, second, rest)] == [
+        [],
+        [1],
+        [],
+        [2, 3, 4],
+        [5, 6],
+    ]
+    assert [one.more for one in (none, first, barred, second, rest)] == [True] * 4 + [False]
+
+
+def test_no_more_are_taken_ahead_than_asked_for_and_more_tells_of_the_rest(store: Store) -> None:
+    add(store, *[new(priority=number % 2) for number in range(8)], new(run_at=900))
+    ahead: Any = {"ahead_limit": 2, "ahead_kinds": frozenset(["mail"])}
+
+    taken = [claim(store, limit=limit, **ahead) for limit in (0, 2, 0, 0)]
+
+    assert [ids(one) for one in taken] == [[2, 4], [6, 8, 1, 3], [5, 7], []]
+    assert [one.more for one in taken] == [True, True, False, False]
+    assert taken[2].next_due == 160
+
+
+def test_a_lost_row_is_not_taken_ahead_and_nothing_overtakes_it(store: Store) -> None:
+    lost = running(store, priority=1)
+    add(store, new(), new(priority=2))
+    ahead: Any = {"ahead_limit": 9, "ahead_kinds": frozenset(["mail"]), "now": 200}
+
+    first = claim(store, limit=0, **ahead)
+    row = now_of(store, lost)
+    second = claim(store, limit=1, **ahead)
+
+    assert (ids(first), first.more, first.settled) == ([3], True, [])
+    assert row == lost
+    assert [(job.row.id, job.taken_up) for job in second.jobs] == [(1, True), (2, False)]
+
+
 def test_next_due_is_when_a_served_row_comes_due_or_a_lease_ends(store: Store) -> None:
     add(store, new("sms", run_at=150), new(run_at=300), new(run_at=100), new("sms", run_at=90))
     assert claim(store, policies={"sms": POLICY}, lease_until=120, now=95).next_due == 150
@@ -1081,7 +1126,12 @@ class Model:
         ]
         places = sorted([*due, *(change.after for change in starts.values())], key=order)
         jobs: list[ClaimedJob] = []
-        for row in places[: claim.limit]:
+        number = claim.limit
+        for row in places[claim.limit : claim.limit + claim.ahead_limit]:
+            if row.kind not in claim.ahead_kinds or row.id in starts:
+                break
+            number += 1
+        for row in places[:number]:
             if row.id in starts:
                 self.put(starts[row.id])
                 settled.append(starts[row.id])
@@ -1123,7 +1173,7 @@ class Model:
             jobs=jobs,
             settled=settled,
             lost_waiting=len(retryable) > len(starts),
-            more=len(places) > claim.limit,
+            more=len(places) > number,
             next_due=min(nexts, default=None),
             next_deadline=min(deadlines, default=None),
             cancelled=[
@@ -1226,6 +1276,8 @@ class StoreAndModel(RuleBasedStateMachine):
     @rule(
         policies=policies,
         limit=st.integers(0, 4),
+        ahead_limit=st.sampled_from([0, 0, 1, 3]),
+        ahead_kinds=st.frozensets(kinds),
         lost_limit=st.integers(0, 3),
         takes_suspect=st.booleans(),
         held=st.frozensets(st.integers(1, 4), max_size=1),

@@ -131,9 +131,10 @@ class Bridge:
     # Writing. The verbs of the store that wait for a commit, or for the lock.
 
     async def add(
-        self, jobs: Sequence[NewJob], claims: Sequence[Write] = ()
+        self, jobs: Sequence[NewJob], claims: Callable[[], Sequence[Write]] = tuple
     ) -> list[tuple[Row, bool]]:
-        """`claims` go into the same transaction, and so take these jobs without another one."""
+        """What `claims` makes goes into the same transaction, and so takes these jobs without
+        another one. It is only called when nothing stands in the way any more."""
         result: list[tuple[Row, bool]] = await self._write("add", jobs, claims=claims)
         return result
 
@@ -201,13 +202,17 @@ class Bridge:
 
     @trio.lowlevel.enable_ki_protection
     async def _write(
-        self, verb: Verb, items: Any, done: Done | None = None, claims: Sequence[Write] = ()
+        self,
+        verb: Verb,
+        items: Any,
+        done: Done | None = None,
+        claims: Callable[[], Sequence[Write]] = tuple,
     ) -> Any:
         self.raise_if_closed()
         self.raise_if_elsewhere()
         await trio.lowlevel.checkpoint_if_cancelled()
         write = Write(verb, items, done)
-        self.submit(write, *claims)
+        self.submit(write, *claims())
 
         def abort(_: Any) -> trio.lowlevel.Abort:
             # Taken into a transaction it will have an outcome, and the caller gets to know it.

@@ -497,9 +497,9 @@ class Jobs:
         )
 
     async def _add(self, jobs: Sequence[NewJob]) -> list[tuple[Row, bool]]:
-        self._bridge.raise_if_closed()
-        await trio.lowlevel.checkpoint_if_cancelled()
-        claims = [claim for watcher in self._watchers for claim in watcher.claims_for(jobs)]
+        def claims() -> list[Write]:
+            return [claim for watcher in self._watchers for claim in watcher.claims_for(jobs)]
+
         return await self._bridge.add(jobs, claims)
 
     def _tell(self, rows: Sequence[Row]) -> None:

@@ -83,6 +83,10 @@ class Pool:
         self._looked_around_at: Instant | None = None
         self._is_news = False
         """Others have committed since then."""
+        self._held: frozenset[int] = frozenset()
+        """What that claim leaves alone, because it was in hand when it was made."""
+        self._is_one_free = False
+        """One of those is queued again, and no claim has seen it."""
 
     # What the engine tells it.
 
@@ -115,6 +119,7 @@ class Pool:
             self._alarm.bring_forward(row.deadline)
         if row.kind in self._handlers:
             self._agenda.heard_due(row, self._engine.decision_now())
+            self._is_one_free = self._is_one_free or (self.is_claiming and row.id in self._held)
             self._claim_if_useful()
             if self._has_room():
                 self._alarm.bring_forward(row.run_at)
@@ -285,7 +290,7 @@ class Pool:
     def _new_claim(self) -> Write:
         self.is_claiming = True
         allowance = self._engine.probation.reserve(self._clock.now())
-        held = self._engine.held_ids()
+        held = self._held = self._engine.held_ids()
 
         # Called by the writing thread when its batch is formed: the room is that of the last
         # moment, and so are the instants, from which the leases count. What is heard after
@@ -327,6 +332,9 @@ class Pool:
             if isinstance(result, outcome.Value) and result.value is not None:
                 self._give_back(result.value)
             return
+        if self._is_one_free:
+            self._is_one_free = False
+            self._agenda.is_hungry = True
         if isinstance(result, outcome.Value) and result.value is None:
             self._engine.claim_was_not_needed()
         elif isinstance(result, outcome.Value):
