@@ -27,7 +27,7 @@ import trio_jobs
 from trio_jobs import Attempt, Failure, Job, Jobs, Kind, Runner, SqliteStore, State, StoreError
 from trio_jobs._model import Claim, Claimed
 from trio_jobs._pace import MAX_AHEAD, MAX_WAIT, NOTHING_AHEAD, SHORT, Pace, ahead
-from trio_jobs._pool import Pool
+from trio_jobs._pool import ENOUGH, Pool
 
 durations = st.integers(0, 10 * SHORT)
 
@@ -203,7 +203,8 @@ async def test_what_is_claimed_ahead_is_a_tenth_of_a_second_of_work_at_most(
 
     waited = [handle.starts[job.id] - second(job.started_at) for job in ended]
     assert max(waited) < 0.1
-    assert most - 10 <= store.most_running <= most
+    # Rows that have ended are gathered before they are written.
+    assert most - 10 <= store.most_running <= most + (ENOUGH if seconds == 0 else 0)
     assert claims == {1}
     assert handle.order(enqueued) == [job.id for job in enqueued]
 
