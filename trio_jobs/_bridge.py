@@ -162,8 +162,9 @@ class Bridge:
         """Write them as soon as may be, together if they fit; for callers that do not wait."""
         self.raise_if_closed()
         with self._gathered:
+            if not self._pending:  # else it knows
+                self._gathered.notify()
             self._pending.extend(writes)
-            self._gathered.notify()
         self._begin(len(writes))
         if self._thread is None and not self._flush_is_due:
             self._flush_is_due = True
