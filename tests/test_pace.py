@@ -25,9 +25,10 @@ from trio.testing import MockClock
 
 import trio_jobs
 from trio_jobs import Attempt, Failure, Job, Jobs, Kind, Runner, SqliteStore, State, StoreError
+from trio_jobs._ends import ENOUGH
 from trio_jobs._model import Claim, Claimed
 from trio_jobs._pace import MAX_AHEAD, MAX_WAIT, NOTHING_AHEAD, SHORT, Pace, ahead
-from trio_jobs._pool import ENOUGH, Pool
+from trio_jobs._workers import Workers
 
 durations = st.integers(0, 10 * SHORT)
 
@@ -412,20 +413,13 @@ async def test_kinds_that_nobody_handles_are_claimed_ahead_like_any_other(
 def test_a_kind_that_is_adopted_while_a_claim_is_formed_does_not_disturb_it() -> None:
     """The writing thread looks at all paces, and at no moment of ours."""
 
-    class Engine:
-        bridge = clock = host = None
-        poll = 1.0
-
-    engine: Any = Engine()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pool, "wake", lambda pool: None)
-        patch.setattr("trio_jobs._pool.Alarm", lambda *_: None)
-        pool = Pool(engine, {"quick": quick.handled_by(Naps())}, 1)
-        looking = iter(pool._paces.items())
-        pool.adopt(other.handled_by(Naps()))
+    engine: Any = None
+    workers = Workers(engine, 1, {"quick": quick.handled_by(Naps())}, lambda *_: None)
+    looking = iter(workers._paces.items())
+    workers.adopt(other.handled_by(Naps()))
 
     assert [name for name, _ in looking] == ["quick"]
-    assert set(pool._paces) == {"quick", "other"}
+    assert set(workers._paces) == {"quick", "other"}
 
 
 # What waits, and is cancelled, or passes its deadline, or sees the runner stop.

@@ -121,7 +121,8 @@ LAYERS = [
     {"sqlite", "_lookout"},
     {"_jobs"},
     {"_attempt"},
-    {"_keeper"},
+    {"_keeper", "_workers"},
+    {"_ends"},
     {"_pool"},
     {"_engine"},
     {"_runner", "testing"},
@@ -137,6 +138,7 @@ MAY_IMPORT_TRIO = {
     "_bridge",
     "_clock",
     "_demo",
+    "_ends",
     "_engine",
     "_hub",
     "_jobs",
@@ -145,6 +147,7 @@ MAY_IMPORT_TRIO = {
     "_pool",
     "_runner",
     "_work",
+    "_workers",
     "testing",
 }
 

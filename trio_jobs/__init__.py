@@ -8,9 +8,10 @@
 # _claims, _owners for the SQL, _drivers for the two drivers, _identity for who is dead.
 # Off the Trio thread and back, time, and who is woken: _bridge, _clock; _hub in this process,
 # _lookout (by _inotify) when another one has written.
-# What callers use: _jobs. What runs handlers: _runner, in front of _engine, with _pool
-# (poller and workers) and its _agenda and _pace (what to claim ahead), _keeper (leases and
-# limits), _probation (lost jobs); _attempt is one start.
+# What callers use: _jobs. What runs handlers: _runner, in front of _engine. A job's way is
+# _pool (it is claimed, as _agenda says), _workers (it waits for one, as _pace says),
+# _attempt (one start), _ends (its end is written); beside it _keeper (leases and limits) and
+# _probation (lost jobs).
 # The command: __main__, with _work, _display and the example, _demo.
 # Settings: _checks, _retry.
 

@@ -175,9 +175,9 @@ class Engine:
                         self.nursery.start_soon(self._keeper.watch_limits)
                         for pool in self._pools:
                             self.nursery.start_soon(pool.poll)
-                            self.nursery.start_soon(pool.write_ends)
-                            for _ in range(pool.workers):
-                                self.nursery.start_soon(pool.work)
+                            self.nursery.start_soon(pool.ends.write)
+                            for _ in range(pool.workers.number):
+                                self.nursery.start_soon(pool.workers.work)
                         await self._stop.wait()
                         await self._wind_down()
                     finally:

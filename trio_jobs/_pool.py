@@ -1,18 +1,10 @@
-"""A poller and its workers: claims rows when there is room, and starts what it claimed.
-
-A fixed number of long-lived workers; a job costs no task, nursery or channel. A worker
-goes on to the next job while the end of the last is being written: what ends in one tick
-goes to the store together, with the next claim, in one transaction.
-"""
+"""A poller and its workers: claims rows when there is room, and starts what it claimed."""
 
 from __future__ import annotations
 
-import contextvars
-import functools
 import logging
-from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import outcome
 import trio
@@ -22,12 +14,14 @@ from ._agenda import Agenda, earliest
 from ._attempt import Execution, Stop
 from ._bridge import MAX_BATCH, Write
 from ._clock import Alarm, microseconds
+from ._ends import Ends
 from ._errors import StoreError
 from ._kinds import Handler
 from ._lifecycle import End
-from ._model import Change, Claim, Claimed, Fence, Instant, NewJob, Refused, Row
-from ._pace import MAX_WAIT, NOTHING_AHEAD, Ahead, Pace, ahead
+from ._model import Claim, Claimed, Fence, Instant, NewJob, Row
+from ._pace import NOTHING_AHEAD, Ahead
 from ._probation import Allowance
+from ._workers import Workers
 
 if TYPE_CHECKING:
     from ._engine import Engine
@@ -35,23 +29,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("trio_jobs")
 
-ENOUGH: Final = 100
-"""Ends; from here on a larger transaction makes each little cheaper."""
-
-
-class Ending(NamedTuple):
-    """An execution that is through, and what is to be written of it."""
-
-    execution: Execution
-    end: End
-    change: Change
-
 
 class Pool:
     """The workers that share a set of kinds (a runner has one, or one for each queue)."""
 
     def __init__(self, engine: Engine, handlers: Mapping[str, Handler], workers: int) -> None:
-        self.workers = workers
         self.is_claiming = False
         self.is_exhausted = False
         """The last claim found less than it had room for."""
@@ -60,21 +42,11 @@ class Pool:
         self._clock = engine.clock
         self._handlers = dict(handlers)
         self._policies = {name: one.kind.policy for name, one in handlers.items()}
-        self._paces = {
-            name: Pace() for name, one in handlers.items() if one.kind.on_interrupt == "retry"
-        }
-        self._room = workers
-        """Workers for whom nothing is claimed; below zero if some is claimed ahead."""
+        self.workers = Workers(engine, workers, handlers, self._ended)
+        self.ends = Ends(engine, self.workers, self._next_claims, self._sleep_no_longer)
         self._may_go_ahead = True
         self._taken: frozenset[Fence] = frozenset()
-        self._long: set[Execution] = set()
-        """Those under way that are not known to be short."""
         self._host = engine.host
-        self._ready: deque[Execution] = deque()
-        self._ended: list[Ending] = []
-        self._has_ended = trio.lowlevel.ParkingLot()
-        self._idle: list[trio.lowlevel.Task] = []
-        self._context = contextvars.copy_context()
         self._alarm = Alarm(engine.clock, engine.poll)
         self._agenda = Agenda()
         self._claim_under_way: Write | None = None
@@ -95,7 +67,7 @@ class Pool:
         # Anew, not in place: the writing thread may be reading the old one.
         self._handlers = {**self._handlers, handler.kind.name: handler}
         self._policies = {**self._policies, handler.kind.name: handler.kind.policy}
-        self._paces = {**self._paces, handler.kind.name: Pace()}
+        self.workers.adopt(handler)
         self.wake()
 
     def claim_for(self, jobs: Sequence[NewJob]) -> Write | None:
@@ -147,13 +119,11 @@ class Pool:
         if self._agenda.is_lost_waiting:
             self.wake()
 
-    def hand_back_waiting(self, keep: int = 0) -> None:
-        """Give back what was claimed and not started, but for so many."""
-        while len(self._ready) > keep:
-            execution = self._ready.pop()
+    def hand_back_waiting(self) -> None:
+        """Give back what was claimed and not started."""
+        for execution in self.workers.take_back():
             execution.stop(Stop.SHUTDOWN)
-            self._room += 1
-            self._write_end(execution, execution.not_started())
+            self.ends.add(execution, execution.not_started())
 
     def withdraw_claim(self) -> None:
         """Claim nothing any more, if it is not too late."""
@@ -215,7 +185,7 @@ class Pool:
             self._engine.met_trouble(error, "the store could not be read")
 
     def _next_instant(self) -> Instant | None:
-        return earliest(self._next_claim(), self._end_of_patience())
+        return earliest(self._next_claim(), self.workers.end_of_patience())
 
     def _next_claim(self) -> Instant | None:
         if self.is_claiming or not self._engine.may_claim:
@@ -229,22 +199,12 @@ class Pool:
             next_look=now + microseconds(self._engine.poll),
         )
 
-    def _end_of_patience(self) -> Instant | None:
-        # With room for all, those that are ready are on their way to a worker.
-        is_any_ahead = self._room < 0 and self._ready
-        return self._ready[0].came_at + MAX_WAIT if is_any_ahead else None
-
     def _give_up_ahead(self) -> None:
         """The first has waited for as long as it may: others may have all that wait."""
-        instant = self._end_of_patience()
-        if instant is None or self._clock.now() < instant:
-            return
-        for execution in self._engine.handling():
-            if execution.row.kind in self._handlers:
-                self._long.add(execution)
-            if execution.row.kind in self._paces:
-                self._paces[execution.row.kind].took(MAX_WAIT)
-        self.hand_back_waiting()
+        instant = self.workers.end_of_patience()
+        if instant is not None and instant <= self._clock.now():
+            self.workers.are_long()
+            self.hand_back_waiting()
 
     # Claiming. No await in here: a claim is submitted, and `_claimed` is called.
 
@@ -270,16 +230,16 @@ class Pool:
         )
 
     def _has_room(self) -> bool:
-        if self._room > 0:
+        if self.workers.room > 0:
             return True
         # Not for a few: the more rows one transaction brings, the less each costs.
         limit = self._ahead().limit if self._may_go_ahead else 0
-        return limit > 0 and len(self._ready) <= limit // 2
+        return limit > 0 and self.workers.ready <= limit // 2
 
     def _ahead(self) -> Ahead:
         if self._engine.once is not None or self._engine.has_unwritten:
             return NOTHING_AHEAD
-        return ahead(self._paces.items(), self.workers - len(self._long))
+        return self.workers.ahead()
 
     def _claim(self, *, is_look: bool = False) -> None:
         if not self.is_claiming:
@@ -303,12 +263,12 @@ class Pool:
             once = self._engine.once
             # While the runner stops it takes nothing, but still hears of cancel requests.
             may_take = self._engine.may_claim
-            room = max(0, min(self._room, MAX_BATCH)) if may_take else 0
+            room = max(0, min(self.workers.room, MAX_BATCH)) if may_take else 0
             further = self._ahead() if may_take else NOTHING_AHEAD
             return Claim(
                 policies=self._policies if may_take else {},
                 limit=room,
-                ahead_limit=max(0, further.limit - len(self._ready)),
+                ahead_limit=max(0, further.limit - self.workers.ready),
                 ahead_kinds=further.kinds,
                 lost_limit=allowance.limit,
                 takes_suspect=allowance.takes_suspect,
@@ -396,14 +356,15 @@ class Pool:
             self._engine.fail(error)
 
     def _take(self, claim: Claim, claimed: Claimed) -> None:
-        self._room -= len(claimed.jobs)
         self._taken = frozenset([job.was.fence for job in claimed.jobs])
         now = self._clock.now()
+        executions: list[Execution] = []
         for job in claimed.jobs:
             execution = Execution(job, self._handlers[job.row.kind], self._host, claim.lease_now)
             execution.came_at = now
             self._engine.takes(execution, job)
-            self._ready.append(execution)
+            executions.append(execution)
+        self.workers.give(executions)
         self._engine.claim_answered(claimed)
         self._agenda.claim_was_answered(claim, claimed)
         # The next in order may be of a kind that is not short: then it waits for a worker.
@@ -412,143 +373,13 @@ class Pool:
         if self._engine.is_hurried:
             self.hand_back_waiting()
         else:
-            self._hand_out()
+            self.workers.start()
             self._engine.maybe_all_is_done()
             self._claim_if_useful()
 
-    def _hand_out(self) -> None:
-        # One that comes from a job takes the next by itself; then one of these finds none.
-        for _ in range(min(len(self._ready), len(self._idle))):
-            trio.lowlevel.reschedule(self._idle.pop())
-
-    # The workers.
-
-    @trio.lowlevel.enable_ki_protection
-    async def work(self) -> None:
-        """Run one claimed job after another."""
-        while True:
-            await trio.lowlevel.checkpoint_if_cancelled()
-            try:
-                # One scope for many jobs, because a new one would be a third of what Trio does
-                # for a job. It is left when it was cancelled, or when a handler did not close
-                # a scope or nursery of its own: nobody else's job must run in that.
-                nurseries = len(trio.lowlevel.current_task().child_nurseries)
-                with trio.CancelScope() as scope:
-                    status = _cancel_status()
-                    while not scope.cancel_called and _is_innermost(scope, nurseries, status):
-                        await self._work_once(scope)
-            except RuntimeError as error:  # "Cancel scope stack corrupted", now mended
-                _log.error("a handler left a cancel scope or nursery open", exc_info=error)
-
-    async def _work_once(self, scope: trio.CancelScope) -> None:
-        execution = await self._next()
-        pace = self._paces.get(execution.row.kind)
-        if pace is None or not pace.is_short:
-            self._long.add(execution)
-        end = await execution.run(scope, self._engine.begins)
-        self._long.discard(execution)
-        self._engine.progress()
-        if execution.keyboard_interrupt is not None:
-            self._engine.fail(execution.keyboard_interrupt)
-        self._room += 1
+    def _ended(self, execution: Execution, end: End) -> None:
         self._may_go_ahead = True
-        took = execution.took()
-        if pace is not None and took is not None:
-            pace.took(took)
-        self._write_end(execution, end)
+        self.ends.add(execution, end)
 
-    async def _next(self) -> Execution:
-        # Each job sees a context of its own; a task takes a new one up when it is resumed.
-        task = trio.lowlevel.current_task()
-        task.context = self._context.copy()
-        if self._ready:
-            await trio.lowlevel.cancel_shielded_checkpoint()
-        while not self._ready:
-            self._idle.append(task)
-
-            def abort(_: Any) -> trio.lowlevel.Abort:
-                self._idle.remove(task)
-                return trio.lowlevel.Abort.SUCCEEDED
-
-            await trio.lowlevel.wait_task_rescheduled(abort)
-        return self._ready.popleft()
-
-    # Their ends.
-
-    def _write_end(self, execution: Execution, end: End) -> None:
-        if execution.is_over:
-            self._engine.lost(execution)
-        else:
-            self._ended.append(Ending(execution, end, execution.decide(end)))
-        self._has_ended.unpark()
-
-    @trio.lowlevel.enable_ki_protection
-    async def write_ends(self) -> None:
-        """Hand over what has ended. It is woken by the first, and runs when all who could run
-        in that tick have: so their ends are one write, and nobody has waited for a timer."""
-        while True:
-            if not self._ended:
-                await self._has_ended.park()
-            number = 0
-            # While each tick brings more, and those who bring them have still more to do.
-            while self._ready and number < len(self._ended) < ENOUGH:
-                number = len(self._ended)
-                await trio.lowlevel.cancel_shielded_checkpoint()
-            endings, self._ended = self._ended, []
-            writes = [self._new_claim()] if self._wants_claim() else []
-            if endings:
-                end = Write("apply", [ending.change for ending in endings])
-                end.done = functools.partial(self._answered, endings)
-                writes.insert(0, end)
-            if writes:
-                self._bridge.submit(*writes)
-            self._sleep_no_longer()
-            await trio.lowlevel.cancel_shielded_checkpoint()
-
-    def _answered(self, endings: Sequence[Ending], result: outcome.Outcome[Any]) -> None:
-        """Called before anybody who waits for these jobs is woken, and before a pool hears that
-        one of them is due again: the runner is never behind."""
-        if isinstance(result, outcome.Value):
-            for ending, answer in zip(endings, result.value, strict=True):
-                self._settle(ending, answer)
-        elif isinstance(result, outcome.Error):
-            for ending in endings:
-                self._settle(ending, result.error)
-
-    def _settle(self, ending: Ending, answer: Refused | BaseException | None) -> None:
-        execution, end, change = ending
-        if isinstance(answer, StoreError):
-            if execution.was_not_written(answer):
-                self._engine.cannot_write_end(execution, answer)
-                if not self._engine.is_over:
-                    self._room -= 1
-                    self._engine.nursery.start_soon(self._write_end_later, execution, end)
-            else:
-                self._engine.gave_up(execution)
-        elif isinstance(answer, BaseException):
-            self._engine.fail(answer)
-        elif execution.is_written(change, answer):
-            self._engine.wrote(execution, change)
-            if answer is not None:
-                self._engine.jobs._tell([change.after])
-        else:
-            self._write_end(execution, end)
-
-    async def _write_end_later(self, execution: Execution, end: End) -> None:
-        await execution.wait_for_store()
-        self._room += 1
-        self._write_end(execution, end)
-
-
-def _is_innermost(scope: trio.CancelScope, nurseries: int, status: object) -> bool:
-    return (
-        trio.current_effective_deadline() == scope.deadline
-        and len(trio.lowlevel.current_task().child_nurseries) == nurseries
-        and _cancel_status() is status
-    )
-
-
-def _cancel_status() -> object:
-    # Private to Trio, and the only thing that tells of a scope without a deadline. Should it go
-    # away, the rest is still told by the two above.
-    return getattr(trio.lowlevel.current_task(), "_cancel_status", None)
+    def _next_claims(self) -> Sequence[Write]:
+        return [self._new_claim()] if self._wants_claim() else []

@@ -1,0 +1,121 @@
+"""How what has ended is written: the ends of one tick together, with the next claim.
+
+A worker goes on to its next job meanwhile. An end the store refuses is written again until
+its lease ends, one that was refused for another reason is decided again; no neighbour in the
+same transaction is hurt by either.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import outcome
+import trio
+
+from ._attempt import Execution
+from ._bridge import Write
+from ._errors import StoreError
+from ._lifecycle import End
+from ._model import Change, Refused
+from ._workers import Workers
+
+if TYPE_CHECKING:
+    from ._engine import Engine
+
+ENOUGH: Final = 100
+"""Ends; from here on a larger transaction makes each little cheaper."""
+
+
+class Ending(NamedTuple):
+    """An execution that is through, and what is to be written of it."""
+
+    execution: Execution
+    end: End
+    change: Change
+
+
+class Ends:
+    """What has ended in a pool and is not on disk yet.
+
+    `claims` gives the claim that goes along, if one is wanted; `handed_over` is called after.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        workers: Workers,
+        claims: Callable[[], Sequence[Write]],
+        handed_over: Callable[[], None],
+    ) -> None:
+        self._engine = engine
+        self._workers = workers
+        self._claims = claims
+        self._handed_over = handed_over
+        self._endings: list[Ending] = []
+        self._has_some = trio.lowlevel.ParkingLot()
+
+    def add(self, execution: Execution, end: End) -> None:
+        if execution.is_over:
+            self._engine.lost(execution)
+        else:
+            self._endings.append(Ending(execution, end, execution.decide(end)))
+        self._has_some.unpark()
+
+    @trio.lowlevel.enable_ki_protection
+    async def write(self) -> None:
+        """Hand over what has ended. It is woken by the first, and runs when all who could run
+        in that tick have: so their ends are one write, and nobody has waited for a timer."""
+        while True:
+            if not self._endings:
+                await self._has_some.park()
+            number = 0
+            # While each tick brings more, and those who bring them have still more to do.
+            while self._workers.ready and number < len(self._endings) < ENOUGH:
+                number = len(self._endings)
+                await trio.lowlevel.cancel_shielded_checkpoint()
+            endings, self._endings = self._endings, []
+            writes = list(self._claims())
+            if endings:
+                end = Write("apply", [ending.change for ending in endings])
+                end.done = functools.partial(self._answered, endings)
+                writes.insert(0, end)
+            if writes:
+                self._engine.bridge.submit(*writes)
+            self._handed_over()
+            await trio.lowlevel.cancel_shielded_checkpoint()
+
+    def _answered(self, endings: Sequence[Ending], result: outcome.Outcome[Any]) -> None:
+        """Called before anybody who waits for these jobs is woken, and before a pool hears that
+        one of them is due again: the runner is never behind."""
+        if isinstance(result, outcome.Value):
+            for ending, answer in zip(endings, result.value, strict=True):
+                self._settle(ending, answer)
+        elif isinstance(result, outcome.Error):
+            for ending in endings:
+                self._settle(ending, result.error)
+
+    def _settle(self, ending: Ending, answer: Refused | BaseException | None) -> None:
+        execution, end, change = ending
+        if isinstance(answer, StoreError):
+            if execution.was_not_written(answer):
+                self._engine.cannot_write_end(execution, answer)
+                if not self._engine.is_over:
+                    self._workers.owed += 1
+                    self._engine.nursery.start_soon(self._add_later, execution, end)
+            else:
+                self._engine.gave_up(execution)
+        elif isinstance(answer, BaseException):
+            self._engine.fail(answer)
+        elif execution.is_written(change, answer):
+            self._engine.wrote(execution, change)
+            if answer is not None:
+                self._engine.jobs._tell([change.after])
+        else:
+            self.add(execution, end)
+
+    async def _add_later(self, execution: Execution, end: End) -> None:
+        await execution.wait_for_store()
+        self._workers.owed -= 1
+        self.add(execution, end)

@@ -1,0 +1,168 @@
+"""The workers of a pool: long-lived tasks that run one claimed job after another.
+
+A job costs no task, nursery, channel or scope. What is ready waits here for a worker; that
+may be more than workers are free, where handlers are known to be short.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from ._attempt import Execution
+from ._kinds import Handler
+from ._lifecycle import End
+from ._model import Instant
+from ._pace import MAX_WAIT, Ahead, Pace, ahead
+
+if TYPE_CHECKING:
+    from ._engine import Engine
+
+_log = logging.getLogger("trio_jobs")
+
+
+class Workers:
+    """So many workers, and the executions that are ready for them.
+
+    `ended` is told how each came to its end, when its worker goes on.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        number: int,
+        handlers: Mapping[str, Handler],
+        ended: Callable[[Execution, End], None],
+    ) -> None:
+        self.number = number
+        self.owed = 0
+        """Ends that the store refused: each counts as a worker's until it is written."""
+        self._engine = engine
+        self._ended = ended
+        self._ready: deque[Execution] = deque()
+        self._idle: list[trio.lowlevel.Task] = []
+        self._busy = 0
+        self._paces: dict[str, Pace] = {}
+        self._long: set[Execution] = set()
+        """Those under way that are not known to be short."""
+        self._context = contextvars.copy_context()
+        for handler in handlers.values():
+            self.adopt(handler)
+
+    def adopt(self, handler: Handler) -> None:
+        """Serve one more kind."""
+        # Anew, not in place: the writing thread may be reading the old one. What must not be
+        # repeated is not claimed ahead: it would fail if this process died, without a start.
+        if handler.kind.on_interrupt == "retry":
+            self._paces = {**self._paces, handler.kind.name: Pace()}
+
+    @property
+    def room(self) -> int:
+        """Workers for whom nothing is ready; below zero if something is claimed ahead."""
+        return self.number - self._busy - self.owed - len(self._ready)
+
+    @property
+    def ready(self) -> int:
+        return len(self._ready)
+
+    def ahead(self) -> Ahead:
+        """What may be ready beyond the free workers."""
+        return ahead(self._paces.items(), self.number - len(self._long))
+
+    def give(self, executions: Sequence[Execution]) -> None:
+        self._ready.extend(executions)
+
+    def start(self) -> None:
+        """Wake as many as there is something ready for."""
+        # One that comes from a job takes the next by itself; then one of these finds none.
+        for _ in range(min(len(self._ready), len(self._idle))):
+            trio.lowlevel.reschedule(self._idle.pop())
+
+    def take_back(self) -> list[Execution]:
+        """All that no worker has taken yet, the last first."""
+        waiting = list(reversed(self._ready))
+        self._ready.clear()
+        return waiting
+
+    def end_of_patience(self) -> Instant | None:
+        """When the first of those that are ready has waited for as long as it may."""
+        # With room for all, those that are ready are on their way to a worker.
+        is_any_ahead = self.room < 0 and self._ready
+        return self._ready[0].came_at + MAX_WAIT if is_any_ahead else None
+
+    def are_long(self) -> None:
+        """What was taken for short was not: those under way keep others waiting."""
+        for execution in self._engine.handling():
+            kind = execution.row.kind
+            if kind in self._paces:
+                self._paces[kind].took(MAX_WAIT)
+                self._long.add(execution)
+
+    @trio.lowlevel.enable_ki_protection
+    async def work(self) -> None:
+        """Run one claimed job after another."""
+        while True:
+            await trio.lowlevel.checkpoint_if_cancelled()
+            try:
+                # One scope for many jobs, because a new one would be a third of what Trio does
+                # for a job. It is left when it was cancelled, or when a handler did not close
+                # a scope or nursery of its own: nobody else's job must run in that.
+                nurseries = len(trio.lowlevel.current_task().child_nurseries)
+                with trio.CancelScope() as scope:
+                    status = _cancel_status()
+                    while not scope.cancel_called and _is_innermost(scope, nurseries, status):
+                        await self._work_once(scope)
+            except RuntimeError as error:  # "Cancel scope stack corrupted", now mended
+                _log.error("a handler left a cancel scope or nursery open", exc_info=error)
+
+    async def _work_once(self, scope: trio.CancelScope) -> None:
+        execution = await self._next()
+        pace = self._paces.get(execution.row.kind)
+        if pace is None or not pace.is_short:
+            self._long.add(execution)
+        end = await execution.run(scope, self._engine.begins)
+        self._long.discard(execution)
+        self._engine.progress()
+        if execution.keyboard_interrupt is not None:
+            self._engine.fail(execution.keyboard_interrupt)
+        self._busy -= 1
+        took = execution.took()
+        if pace is not None and took is not None:
+            pace.took(took)
+        self._ended(execution, end)
+
+    async def _next(self) -> Execution:
+        # Each job sees a context of its own; a task takes a new one up when it is resumed.
+        task = trio.lowlevel.current_task()
+        task.context = self._context.copy()
+        if self._ready:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+        while not self._ready:
+            self._idle.append(task)
+
+            def abort(_: Any) -> trio.lowlevel.Abort:
+                self._idle.remove(task)
+                return trio.lowlevel.Abort.SUCCEEDED
+
+            await trio.lowlevel.wait_task_rescheduled(abort)
+        self._busy += 1
+        return self._ready.popleft()
+
+
+def _is_innermost(scope: trio.CancelScope, nurseries: int, status: object) -> bool:
+    return (
+        trio.current_effective_deadline() == scope.deadline
+        and len(trio.lowlevel.current_task().child_nurseries) == nurseries
+        and _cancel_status() is status
+    )
+
+
+def _cancel_status() -> object:
+    # Private to Trio, and the only thing that tells of a scope without a deadline. Should it go
+    # away, the rest is still told by the two above.
+    return getattr(trio.lowlevel.current_task(), "_cancel_status", None)
