@@ -1039,7 +1039,7 @@ async def test_housekeeping_that_fails_does_not_end_the_writing(
     tmp_path: Path, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Untidy(SqliteStore):
-        def tidy(self) -> None:
+        def tidy(self, now: int) -> bool:
             raise error
 
     async with open_bridge(Untidy(tmp_path / "jobs.db")) as bridge:
@@ -1048,6 +1048,54 @@ async def test_housekeeping_that_fails_does_not_end_the_writing(
         keys = await keys_in(bridge)
 
     assert keys == ["0", "1", "2"]
+
+
+class Slowly(SqliteStore):
+    """Always has something to tidy up, which takes until `go_on` is set."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.is_at_it = threading.Event()
+        self.go_on = threading.Event()
+        self.threads: list[threading.Thread] = []
+
+    def tidy(self, now: int) -> bool:
+        return True
+
+    def checkpoint(self) -> None:
+        self.threads.append(threading.current_thread())
+        self.is_at_it.set()
+        assert self.go_on.wait(LONG)
+
+
+async def test_housekeeping_that_may_go_on_beside_the_writing_holds_up_no_commit(
+    tmp_path: Path,
+) -> None:
+    store = Slowly(tmp_path / "jobs.db")
+    async with open_bridge(store) as bridge:
+        await bridge.add([new_job()])
+        assert await trio.to_thread.run_sync(store.is_at_it.wait, LONG)
+        for _ in range(10):
+            await bridge.add([new_job()])
+        at_the_same_time = len(store.threads)
+        store.go_on.set()
+
+    assert at_the_same_time == 1
+    assert not [thread for thread in store.threads if thread.is_alive()]
+
+
+async def test_such_housekeeping_that_fails_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(Slowly):
+        def checkpoint(self) -> None:
+            raise OSError("no space")
+
+    async with open_bridge(Failing(tmp_path / "jobs.db")) as bridge:
+        await bridge.add([new_job()])
+        await bridge.add([new_job()])
+
+    assert {record.message for record in caplog.records} == {"the store could not be tidied up"}
 
 
 async def test_a_closed_loop_does_not_keep_its_writing_thread_alive(tmp_path: Path) -> None:

@@ -42,11 +42,11 @@ class Logged(SqliteStore):
 
     def __init__(self, log: Path) -> None:
         super().__init__(":memory:")
-        self._log = str(log)
+        self._watched = str(log)
 
     @property
     def log(self) -> str | None:
-        return self._log
+        return self._watched
 
 
 class Elsewhere(Trouble):
@@ -374,6 +374,10 @@ async def test_a_Jobs_that_was_closed_leaves_no_descriptor(tmp_path: Path) -> No
             serving(jobs, plain.handled_by(Script(None))),
         ):
             await finished(jobs, await jobs.enqueue(plain, None))
+    async with trio_jobs.open_jobs(tmp_path / "jobs.db") as jobs:
+        pass
+    with pytest.raises(trio.ClosedResourceError):
+        await jobs.wait_finished(1)
     await eventually(lambda: descriptors() <= before, SOON)
 
 

@@ -85,6 +85,12 @@ def claim(store: SqliteStore, now: int = 100, limit: int = 100, **fields: Any) -
         )
 
 
+def tidy(store: SqliteStore, now: int = 100) -> None:
+    """As the bridge does it, but here and now."""
+    if store.tidy(now):
+        store.checkpoint()
+
+
 def count(store: SqliteStore) -> int:
     return sum(store.counts(None).values())
 
@@ -333,7 +339,7 @@ def test_a_path_may_be_relative_and_a_link(
 
         add(store, new())
         add(linked, new(payload=b"x" * 5_000_000))
-        linked.tidy()
+        tidy(linked)
 
         assert store.identity == linked.identity
         assert count(linked) == 2
@@ -1280,7 +1286,8 @@ def test_m9_in_a_forked_child_every_verb_is_refused(path: Path, driver: Driver) 
                 "next_id": store.next_id,
                 "queued_kinds": store.queued_kinds,
                 "is_unlocked": store.is_unlocked,
-                "tidy": store.tidy,
+                "tidy": lambda: store.tidy(0),
+                "checkpoint": store.checkpoint,
                 "open": store.open,
                 "open another": SqliteStore(path, driver=driver).open,
             }
@@ -1305,7 +1312,7 @@ def test_m9_in_a_forked_child_every_verb_is_refused(path: Path, driver: Driver) 
         """
     lines = output(python(script, path, driver)).splitlines()
 
-    assert len(lines) == 17
+    assert len(lines) == 18
     assert {line.rpartition(" ")[2] for line in lines[:-1]} == {"True"}
     assert lines[-1] == "{}"
 
@@ -1329,7 +1336,8 @@ def test_m9_children_that_end_do_not_disturb_the_writing_parent(path: Path, driv
                 with store.transaction():
                     store.add([job])
                 added += 1
-                store.tidy()
+                if store.tidy(0):
+                    store.checkpoint()
         thread = threading.Thread(target=write)
         thread.start()
         for n in range(5):
@@ -1430,8 +1438,12 @@ def test_which_versions_can_corrupt_a_file(version: tuple[int, ...], has_bug: bo
     assert sqlite.has_reset_bug(version) is has_bug
 
 
-@pytest.mark.parametrize("version", [(3, 40, 1), (3, 50, 6), (3, 50, 7), (3, 51, 3)], ids=str)
-def test_a_checkpoint_runs_under_the_lock_where_it_must(
+@pytest.mark.parametrize(
+    "version",
+    [(3, 40, 1), (3, 44, 6), (3, 50, 6), (3, 50, 7), (3, 51, 2), (3, 51, 3)],
+    ids=str,
+)
+def test_M10_a_checkpoint_runs_under_the_lock_where_it_must_and_else_beside_the_writers(
     path: Path, driver: Driver, version: tuple[int, ...]
 ) -> None:
     store = SqliteStore(path, driver=driver)
@@ -1439,14 +1451,19 @@ def test_a_checkpoint_runs_under_the_lock_where_it_must(
     with opened(store):
         add(store, new(payload=b"x" * 5_000_000))
         spies.log.clear()
-        store.tidy()
+        is_more = store.tidy(0)
+        at_once = bool(spies.log)
+        if is_more:
+            store.checkpoint()
 
     statements = [(number, sql) for number, sql, _ in spies.log]
     checkpoint = (2, "PRAGMA wal_checkpoint(PASSIVE)")
-    if version in ((3, 40, 1), (3, 50, 6)):
+    if has_bug(version):
         assert statements == [(0, "BEGIN IMMEDIATE"), checkpoint, (0, "ROLLBACK")]
     else:
         assert statements == [checkpoint]
+    assert is_more is not has_bug(version)
+    assert at_once is has_bug(version)
 
 
 @pytest.mark.parametrize("version", [(3, 40, 1), (3, 51, 3)], ids=str)
@@ -1460,7 +1477,7 @@ def test_the_log_stays_bounded_while_jobs_are_written(
         sizes = []
         for _ in range(300):
             add(store, new(payload=b"x" * 100_000))
-            store.tidy()
+            tidy(store)
             sizes.append(log.stat().st_size)
 
         assert max(sizes) < 4_400_000
@@ -1497,7 +1514,7 @@ def test_nothing_is_checkpointed_while_there_is_little_to_do(path: Path, driver:
     with opened(store):
         add(store, new())
         spies.log.clear()
-        store.tidy()
+        tidy(store)
 
         assert spies.log == []
 
@@ -1514,15 +1531,93 @@ def test_a_reader_that_holds_the_log_does_not_make_every_call_try_again(
         reader.execute("SELECT count(*) FROM trio_jobs_job").fetchall()
         for _ in range(200):
             add(store, new(payload=b"x" * 100_000))
-            store.tidy()
+            tidy(store)
         tried = len([sql for _, sql, _ in spies.log if "wal_checkpoint" in sql])
         reader.execute("ROLLBACK")
         for _ in range(50):
             add(store, new(payload=b"x" * 100_000))
-            store.tidy()
+            tidy(store)
 
         assert 2 <= tried <= 6
         assert log.stat().st_size < 4_400_000
+
+
+def has_bug(version: tuple[int, ...]) -> bool:
+    return sqlite.has_reset_bug(version)
+
+
+def test_where_commits_go_on_beside_a_checkpoint_the_rest_is_moved_under_the_lock(
+    path: Path, driver: Driver
+) -> None:
+    def let_go(sql: str) -> None:
+        if reader is not None and reader.in_transaction:
+            reader.execute("ROLLBACK")
+
+    store = SqliteStore(path, driver=driver)
+    spies = Spies(store, (3, 51, 3))
+    with opened(store):
+        add(store, new(payload=b"x" * 9_000_000))
+        others = SqliteStore(path, driver=driver)
+        with opened(others):
+            reader = others._reader
+            assert reader is not None
+            # It needs what the log had before the last commit: the first pass cannot move that.
+            reader.execute("BEGIN")
+            reader.execute("SELECT count(*) FROM trio_jobs_job")
+            add(others, new())
+            spies.log.clear()
+            spies.after = let_go
+            tidy(store)
+            spies.after = lambda sql: None
+        done = [sql for _, sql, _ in spies.log]
+
+    checkpoint = "PRAGMA wal_checkpoint(PASSIVE)"
+    assert done[:4] == [checkpoint, "BEGIN IMMEDIATE", checkpoint, "ROLLBACK"]
+
+
+def test_while_the_lock_is_held_the_rest_of_a_checkpoint_waits_for_the_next(
+    path: Path, driver: Driver
+) -> None:
+    store = SqliteStore(path, driver=driver)
+    Spies(store, (3, 51, 3))
+    connect: Callable[[str], Any] = sqlite3.connect if driver == "sqlite3" else apsw.Connection
+    with opened(store), contextlib.closing(connect(str(path))) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM trio_jobs_job").fetchall()
+        add(store, new(payload=b"x" * 9_000_000))
+        lock = locked_by_another_process(path)
+        tidy(store)  # no error, and no waiting
+        release(lock)
+
+
+@pytest.mark.parametrize("version", [(3, 40, 1), (3, 51, 3)], ids=str)
+def test_Q6_a_reader_that_keeps_the_log_long_is_told_of_once_and_then_the_log_is_cut(
+    path: Path, driver: Driver, version: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    store = SqliteStore(path, driver=driver, synchronous="normal")
+    Spies(store, version)
+    log = Path(f"{path}-wal")
+    connect: Callable[[str], Any] = sqlite3.connect if driver == "sqlite3" else apsw.Connection
+    with opened(store), contextlib.closing(connect(str(path))) as reader:
+        for _ in range(2):
+            reader.execute("BEGIN")
+            reader.execute("SELECT count(*) FROM trio_jobs_job").fetchall()
+            for _ in range(60):
+                add(store, new(payload=b"x" * 500_000))
+                tidy(store)
+            pinned = log.stat().st_size
+            reader.execute("ROLLBACK")
+            tidy(store, 100 + 4_900_000)
+            too_early = log.stat().st_size
+            tidy(store, 100 + 5_100_000)
+            cut = log.stat().st_size
+            tidy(store)
+
+            assert pinned > 30_000_000
+            assert too_early == pinned
+            assert cut < 4_400_000
+
+    assert len([one for one in caplog.records if "reading transaction" in one.message]) == 2
 
 
 def test_tidying_gives_way_to_a_lock(path: Path, driver: Driver) -> None:
@@ -1531,11 +1626,11 @@ def test_tidying_gives_way_to_a_lock(path: Path, driver: Driver) -> None:
     with opened(store):
         add(store, new(payload=b"x" * 5_000_000))
         lock = locked_by_another_process(path)
-        store.tidy()
+        tidy(store)
         release(lock)
         assert Path(f"{path}-wal").stat().st_size > 5_000_000
 
-        store.tidy()
+        tidy(store)
         add(store, new())
         assert Path(f"{path}-wal").stat().st_size < 4_400_000
 
@@ -1549,15 +1644,15 @@ def test_a_checkpoint_that_fails_is_logged_and_no_error(
         add(store, new(payload=b"x" * 5_000_000))
         spies.before = fails_at("wal_checkpoint")
         with caplog.at_level(logging.WARNING, "trio_jobs"):
-            store.tidy()
-            store.tidy()
+            tidy(store)
+            tidy(store)
         spies.before = lambda sql: None
 
         assert [record.message for record in caplog.records if "checkpointing" in record.message]
         assert len(add(store, new())) == 1
 
 
-def test_an_old_version_is_told_of_once_in_a_process(
+def test_M10_an_old_version_is_told_of_once_in_a_process(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for version, said in (((3, 51, 3), 0), ((3, 51, 2), 1)):

@@ -193,7 +193,7 @@ def test_a_closed_store_refuses_every_verb(store: Store) -> None:
     for verb in verbs:
         with pytest.raises(StoreError, match="not open"):
             verb()
-    store.tidy()
+    store.tidy(100)
     store.close()
 
 
@@ -1038,7 +1038,7 @@ def test_what_a_store_does_itself_is_no_news_to_it(store: Store) -> None:
 def test_tidying_is_fine_at_any_time(store: Store) -> None:
     for _ in range(3):
         add(store, new(payload=b"x" * 100_000))
-        store.tidy()
+        store.tidy(100)
 
     assert store.counts(None) == {State.QUEUED: 3}
 

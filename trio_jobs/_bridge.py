@@ -5,6 +5,8 @@ together in the next transaction, so that one fsync serves them all. Nothing eve
 on a timer for company. A write that makes its batch fail is found by repeating them one
 by one. Reads go to another connection in another thread.
 
+Housekeeping that need not hold up a commit has a thread of its own while there is some.
+
 An inline store has no threads: its batches are committed on the Trio thread, in the next
 tick, by the same code.
 """
@@ -82,6 +84,7 @@ class Bridge:
         self._pending: list[Write] = []
         self._gathered = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._checkpointer: threading.Thread | None = None
         self._flush_is_due = False
         self.is_closed = False
         self._in_flight = 0
@@ -280,7 +283,7 @@ class Bridge:
         if batch:
             _commit(self._store, batch)
             self._deliver(batch)
-            _tidy(self._store)
+            self._tidy()
         if self._pending and not self._flush_is_due:
             self._flush_is_due = True
             self._token.run_sync_soon(self._flush)
@@ -321,7 +324,7 @@ class Bridge:
                 self._token.run_sync_soon(self._deliver, batch)
             except trio.RunFinishedError:
                 return  # the loop ended without closing us: nobody is left to be told
-            _tidy(self._store)
+            self._tidy()
 
     def _take(self) -> list[Write]:
         batch = self._pending[:MAX_BATCH]
@@ -330,10 +333,30 @@ class Bridge:
             write.is_taken = True
         return batch
 
+    def _tidy(self) -> None:
+        try:
+            is_more = self._store.tidy(self.clock.now())
+            if is_more and (self._checkpointer is None or not self._checkpointer.is_alive()):
+                self._checkpointer = threading.Thread(
+                    target=self._checkpoint, name="trio_jobs checkpointer", daemon=True
+                )
+                self._checkpointer.start()
+        except Exception:
+            # Housekeeping that fails costs space; without the writing thread nothing works.
+            _log.exception("the store could not be tidied up")
+
+    def _checkpoint(self) -> None:
+        try:
+            self._store.checkpoint()
+        except Exception:
+            _log.exception("the store could not be tidied up")
+
     def _shut(self) -> None:
         self._store.close()
         if self._thread is not None:
             self._thread.join()
+        if self._checkpointer is not None:
+            self._checkpointer.join()
 
 
 def _commit(store: Store, batch: Sequence[Write]) -> None:
@@ -371,14 +394,6 @@ def _one_by_one(store: Store, changes: Sequence[Change]) -> list[Refused | Excep
             assert isinstance(alone.result, outcome.Value)
             answers += alone.result.value
     return answers
-
-
-def _tidy(store: Store) -> None:
-    try:
-        store.tidy()
-    except Exception:
-        # Housekeeping that fails costs space; without the writing thread nothing works.
-        _log.exception("the store could not be tidied up")
 
 
 def _perform(store: Store, batch: Sequence[Write]) -> list[Any]:

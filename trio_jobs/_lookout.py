@@ -68,7 +68,7 @@ class Lookout:
             self._wanting -= 1
 
     def found(self) -> None:
-        """The latest look was worth it."""
+        """A look was worth it."""
         self._has_found = True
 
     def _start(self) -> None:
@@ -81,8 +81,9 @@ class Lookout:
             trio.lowlevel.spawn_system_task(self._run, watch, self._scope, name="trio_jobs lookout")
 
     def close(self) -> None:
-        if self._scope is not None:
-            self._scope.cancel()
+        if self._scope is None:
+            self._scope = trio.CancelScope()  # so that it does not start any more
+        self._scope.cancel()
 
     async def _run(self, watch: Watch, scope: trio.CancelScope) -> None:
         try:
@@ -105,17 +106,18 @@ class Lookout:
             await trio.lowlevel.wait_readable(watch.descriptor)
             if self._bridge.is_inherited:
                 return  # a forked process: the events are the parent's
-            if self._clock.ticks() - before >= _SILENCE * pause * MICROSECONDS:
-                pause = SHORTEST
-            # What this process is just writing is what was heard, most of the time; and a claim
-            # that is under way may be all that is needed.
+            was_silent = self._clock.ticks() - before >= _SILENCE * pause * MICROSECONDS
+            # What this process is just writing is what was heard, most of the time. And then
+            # the claims that the last look brought are answered.
             with trio.move_on_after(LONGEST):
                 await self._bridge.wait_quiet()
-            watch.forget()
+            if was_silent or self._has_found:
+                pause = SHORTEST
             self._has_found = False
+            watch.forget()
             try:
                 await self._look()
             except StoreError:
                 pass  # those who claim tell of it, and the others look again by themselves
             await trio.sleep(pause)
-            pause = SHORTEST if self._has_found else min(2 * pause, LONGEST)
+            pause = min(2 * pause, LONGEST)

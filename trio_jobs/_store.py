@@ -165,7 +165,14 @@ class Store(Protocol):
         """Whether nobody but this store holds the write lock right now; hardly waits."""
         ...
 
-    def tidy(self) -> None:
+    def tidy(self, now: Instant) -> bool:
         """Housekeeping after commits (checkpoints): called by the writing thread, often;
-        cheap when there is nothing to do; never raises for a lock it did not get."""
+        cheap when there is nothing to do; never raises for a lock it did not get.
+
+        True: there is more to do, which need not hold up a commit: call `checkpoint`.
+        """
+        ...
+
+    def checkpoint(self) -> None:
+        """The rest of `tidy`: called in one other thread at a time, beside all other verbs."""
         ...

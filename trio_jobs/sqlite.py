@@ -52,6 +52,12 @@ Marker: TypeAlias = tuple[str, int]
 
 _MAX_LOG: Final = 4_000_000
 """Bytes of the write-ahead log above which a checkpoint is due."""
+_TOO_LONG: Final = 4 * _MAX_LOG
+"""Bytes above which the log is worth a warning."""
+_LONG_READ: Final = 0.02
+"""Seconds that a checkpoint waits for a read of this store."""
+_TRY_EVERY: Final[Instant] = 5_000_000
+"""Microseconds until a checkpoint that emptied nothing is tried again."""
 _OLDEST: Final = (3, 35)  # RETURNING
 _LEAVE_TRIES: Final = 20
 """Closing does not wait for a lock, but may be lucky within some 5 ms."""
@@ -143,6 +149,7 @@ class SqliteStore:
         # Each guards one connection; in memory there is only the one.
         self._writing = threading.RLock()
         self._reading = self._writing if self._is_memory else threading.RLock()
+        self._checkpointing = threading.RLock()
         self._writer: Connection | None = None
         self._reader: Connection | None = None
         self._checkpointer: Connection | None = None
@@ -151,7 +158,8 @@ class SqliteStore:
         self._name = ""
         self._owners = Owners(None, self.is_dead)
         self._next_tidy = _MAX_LOG
-        self._tidy_calls = 0
+        self._tidied_at: Instant = 0
+        self._is_pinned = False
 
     @property
     def identity(self) -> Hashable:
@@ -159,7 +167,11 @@ class SqliteStore:
 
     @property
     def log(self) -> str | None:
-        return None if self._is_memory else f"{self._real_path}-wal"
+        return None if self._is_memory else self._log
+
+    @property
+    def _log(self) -> str:
+        return f"{self._real_path}-wal"
 
     # Opening and closing.
 
@@ -252,7 +264,7 @@ class SqliteStore:
         if self._process not in (None, os.getpid()):
             return  # it is the parent's
         self._is_closing = True  # ends a wait for the lock in another thread
-        with self._writing, self._reading:
+        with self._writing, self._reading, self._checkpointing:
             self._leave()
             for connection in (self._reader, self._checkpointer, self._writer):
                 if connection is not None:
@@ -451,37 +463,83 @@ class SqliteStore:
     # Housekeeping.
 
     @_verb("tidying up")
-    def tidy(self) -> None:
+    def tidy(self, now: Instant) -> bool:
         try:
-            size = 0 if self._is_memory else self.stat(f"{self._real_path}-wal").st_size
+            size = 0 if self._is_memory else self.stat(self._log).st_size
         except OSError:
-            return
+            return False
         if size <= _MAX_LOG:
-            self._next_tidy, self._tidy_calls = _MAX_LOG, 0
-            return
+            self._next_tidy, self._is_pinned = _MAX_LOG, False
+            return False
         # While a reader needs the log as it is, to try on every call would be no use.
-        self._tidy_calls += 1
-        if size < self._next_tidy and self._tidy_calls < 1000:
-            return
+        last = self._tidied_at
+        if size < self._next_tidy and last <= now < last + _TRY_EVERY:
+            return False
+        # Past that size those who write wait, and the log cannot run away from a checkpoint.
+        is_safe_beside = not has_reset_bug(self._need(self._writer).version)
+        if is_safe_beside and size <= 3 * _MAX_LOG:
+            self._next_tidy, self._tidied_at = size + _MAX_LOG, now
+            return True
         try:
-            self._checkpoint()
+            self._checkpoint_under_lock(size)
         except StoreBusy:
-            return
+            return False
         except StoreError as error:
             _logger.warning("%s", self._named(error, "checkpointing"))
-        self._next_tidy, self._tidy_calls = size + _MAX_LOG, 0
+        self._next_tidy, self._tidied_at = size + _MAX_LOG, now
+        return False
 
-    def _checkpoint(self) -> None:
-        with self._writing:
+    @_verb("checkpointing")
+    def checkpoint(self) -> None:
+        try:
+            with self._checkpointing:
+                if self._checkpointer is not None:
+                    self._move_log()
+            # Under load it does not begin anew by itself, because something was written
+            # meanwhile. That is little; so now and then those who write may wait for it.
+            size = self.stat(self._log).st_size
+            if size > 2 * _MAX_LOG:
+                self._checkpoint_under_lock(size)
+        except (StoreBusy, OSError):
+            pass
+        except StoreError as error:
+            _logger.warning("%s", self._named(error, "checkpointing"))
+
+    def _checkpoint_under_lock(self, size: int) -> None:
+        with self._writing, self._without_own_reader(size), self._checkpointing:
             if self._writer is None or self._checkpointer is None:
                 return  # closed meanwhile
             try:
                 # With our lock on it, no commit can reset the log under the checkpoint.
-                if has_reset_bug(self._writer.version):
-                    self._writer.execute("BEGIN IMMEDIATE")
-                self._checkpointer.execute("PRAGMA wal_checkpoint(PASSIVE)")
+                self._writer.execute("BEGIN IMMEDIATE")
+                is_emptied = self._move_log()
             finally:
                 _roll_back(self._writer)
+            if is_emptied and size > 2 * _MAX_LOG:
+                # It begins anew, and is cut, with the first commit that meets no reader.
+                with self.transaction():
+                    self._writer.execute("UPDATE trio_jobs_meta SET one = 1")
+            elif is_emptied is False and size > _TOO_LONG and not self._is_pinned:
+                self._is_pinned = True
+                _logger.warning("%s: " + _PINNED, self._path, size // 1_000_000)
+
+    @contextlib.contextmanager
+    def _without_own_reader(self, size: int) -> Iterator[None]:
+        """A dashboard that always reads kept the log from ever beginning anew: it grew by all
+        that was written. Nobody waits here for a read that takes long."""
+        is_held = size > 2 * _MAX_LOG and self._reading.acquire(timeout=_LONG_READ)
+        try:
+            yield
+        finally:
+            if is_held:
+                self._reading.release()
+
+    def _move_log(self) -> bool | None:
+        """Move what is in the log to the file. False: somebody reads who needs what is left, or
+        it was just written. None: another process is at it."""
+        assert self._checkpointer is not None
+        [(is_busy, pages, moved)] = self._checkpointer.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        return None if is_busy else moved >= pages
 
     # Helpers.
 
@@ -536,6 +594,10 @@ _OLD_SQLITE: Final = (
     "SQLite %s can corrupt a file when a checkpoint meets a commit (fixed in 3.51.3, 3.50.7 and"
     " 3.44.6). The checkpoints of trio_jobs cannot; the application's connections to its file"
     " should set PRAGMA wal_autocheckpoint = 0"
+)
+_PINNED: Final = (
+    "the write-ahead log has %d MB and cannot be emptied: somebody has had a reading transaction"
+    " open for long"
 )
 _OLD_SQLITE_AUTOCHECKPOINT: Final = (
     "This connection checkpoints by itself, which with SQLite %s can corrupt the file: set PRAGMA"
