@@ -57,11 +57,12 @@ class Ends:
         self._has_some = trio.lowlevel.ParkingLot()
 
     def add(self, execution: Execution, end: End) -> None:
+        if not self._endings:
+            self._has_some.unpark()
         if execution.is_over:
             self._engine.lost(execution)
         else:
             self._endings.append(Ending(execution, end, execution.decide(end)))
-        self._has_some.unpark()
 
     @trio.lowlevel.enable_ki_protection
     async def write(self) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import trio
 
-from ._agenda import earliest
 from ._attempt import Execution, Stop
 from ._bridge import Bridge
 from ._clock import MICROSECONDS, Alarm, Clock
@@ -51,8 +50,10 @@ class Keeper:
     def begins(self, execution: Execution, now: Instant) -> None:
         """Its handler starts now: from here its lease and its limits count."""
         renewal, limit = self._renewal_of(execution), execution.first_limit(now)
-        self._first_renewal = earliest(self._first_renewal, renewal)
-        self._first_limit = earliest(self._first_limit, limit)
+        if self._first_renewal is None or renewal < self._first_renewal:
+            self._first_renewal = renewal
+        if self._first_limit is None or limit < self._first_limit:
+            self._first_limit = limit
         self._renewal.bring_forward(renewal)
         self._limit.bring_forward(limit)
 
