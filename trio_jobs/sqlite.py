@@ -569,8 +569,8 @@ class SqliteStore:
                 if self._is_closing or waited >= self._busy_timeout:
                     raise StoreBusy(f"{error} (waited {waited:.3g} s)") from error
             # SQLite's own waiting starves the slowest of four busy processes, short random
-            # sleeps do not. Who has waited for long need not look as often.
-            pause = self.random.uniform(50e-6, 400e-6) * (1 + min(9.0, 20 * waited))
+            # sleeps do not. Who has waited for a second does not wait for one of those.
+            pause = self.random.uniform(50e-6, 400e-6) * (1 if waited < 1 else 10)
             self.sleep(pause)
             waited += pause
 
