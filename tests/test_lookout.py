@@ -11,6 +11,7 @@ import os
 import sqlite3
 import sys
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -300,12 +301,16 @@ async def a_while() -> None:
 
 
 async def count_claims(store: Trouble, meanwhile: Callable[[], Awaitable[None]]) -> int:
+    return (await count_steps(store, meanwhile))["claim"]
+
+
+async def count_steps(store: Trouble, meanwhile: Callable[[], Awaitable[None]]) -> Counter[str]:
     steps: list[str] = []
     await trio.sleep(0.2)
     store.rule = lambda step: steps.append(step)
     await meanwhile()
     store.rule = lambda step: None
-    return steps.count("claim")
+    return Counter(steps)
 
 
 async def test_runners_beside_each_other_do_not_keep_each_other_awake(tmp_path: Path) -> None:
@@ -340,6 +345,28 @@ async def test_jobs_that_nobody_here_serves_are_looked_at_now_and_then(tmp_path:
         claims = await count_claims(store, enqueue)
 
     assert 1 <= claims <= 30
+
+
+async def test_while_no_worker_is_free_there_is_no_hurry(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.db"
+    store = Trouble(path)
+    handle = Script(forever)
+    async with (
+        trio_jobs.open_jobs(store) as jobs,
+        trio_jobs.open_jobs(Elsewhere(path, synchronous="normal")) as outside,
+        serving(jobs, plain.handled_by(handle), workers=1, poll=NEVER, grace=0),
+    ):
+        await jobs.enqueue(plain, None)
+        await eventually(lambda: handle.starts)
+
+        async def enqueue() -> None:
+            end = trio.current_time() + 0.5
+            while trio.current_time() < end:
+                await outside.enqueue(strange, None)
+
+        steps = await count_steps(store, enqueue)
+
+    assert 1 <= steps["look"] <= 6
 
 
 async def test_a_lock_that_is_only_held_wakes_nobody(tmp_path: Path) -> None:

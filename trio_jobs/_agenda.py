@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ._clock import microseconds
 from ._model import Claim, Claimed, Instant, Row
+from ._pace import MAX_WAIT
 from ._retry import FIRST_REPEAT, LONGEST_REPEAT
 
 
@@ -17,8 +18,7 @@ class Agenda:
     def __init__(self) -> None:
         self.is_hungry = True
         """There may be due rows that no claim has seen."""
-        self.is_curious = False
-        """Somebody else may have committed: a claim that is only made if so."""
+        self._look_at: Instant | None = None
         self.is_lost_waiting = False
         """The last claim left lost rows, which have to wait for others to be proven."""
         self.is_written_elsewhere = False
@@ -44,7 +44,8 @@ class Agenda:
 
     def claim_was_formed(self) -> None:
         """Whatever was heard until now, it will see."""
-        self.is_hungry = self.is_curious = False
+        self.is_hungry = False
+        self._look_at = None
         self._heard_due = self._heard_deadline = None
 
     def claim_was_answered(self, claim: Claim, claimed: Claimed) -> None:
@@ -74,9 +75,22 @@ class Agenda:
             return False
         return self.is_hungry or (self._due is not None and self._due <= now)
 
-    def wants_look(self, now: Instant) -> bool:
-        """To claim if somebody else has committed; also without room, for cancel requests."""
-        return self.is_curious and self.may_claim(now)
+    def heard_others(self, now: Instant) -> None:
+        """Somebody else may have committed."""
+        if self._look_at is None:
+            self._look_at = now + MAX_WAIT
+
+    def wants_look(self, now: Instant, *, is_idle: bool) -> bool:
+        """To claim if somebody else has committed, which a claim sees anyway. Where no worker is
+        free that brings no more than cancel requests, so it can wait for a claim for a while:
+        with four busy processes such looks took a tenth of all they did."""
+        look_at = self.next_look
+        return look_at is not None and (is_idle or look_at <= now)
+
+    @property
+    def next_look(self) -> Instant | None:
+        """Until when to wait for a claim before somebody has to look."""
+        return None if self.is_written_elsewhere or self._repeat_at is not None else self._look_at
 
     def next_instant(
         self, *, has_room: bool, next_proof: Instant | None, next_look: Instant

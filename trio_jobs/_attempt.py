@@ -267,7 +267,8 @@ class Execution:
         row, host, kind = self.row, self._host, self.handler.kind
         now = host.clock.now()
         late = row.deadline is not None and row.deadline <= host.decision_now()
-        if late or self._stops or now >= self.lease_until:
+        # With half of its lease over it might be stopped before that is renewed.
+        if late or self._stops or now >= self.kept_from + host.lease // 2:
             return _lifecycle.NeverStarted(self._was)
         assert self._payload is not None
         try:

@@ -111,8 +111,9 @@ class Pool:
 
     def look(self) -> None:
         """Somebody else may have committed: claim if so."""
-        self._agenda.is_curious = True
+        self._agenda.heard_others(self._clock.now())
         self._claim_if_useful()
+        self._sleep_no_longer()
 
     def lost_jobs_may_start(self) -> None:
         """More of them than before."""
@@ -147,9 +148,11 @@ class Pool:
         """Until it is time to claim, or, if it returns True, for a look."""
         while True:
             self._claim_if_useful()
-            instant = self._next_instant()
-            is_time = await self._alarm.wait(instant)
+            instant, look_at = self._next_instant(), self._next_look()
+            is_time = await self._alarm.wait(earliest(instant, look_at))
             self._give_up_ahead()
+            if is_time and look_at is not None and (instant is None or look_at < instant):
+                continue
             if is_time or self._agenda.is_written_elsewhere or self._is_news_of_kinds():
                 return self._is_look_enough(instant)
 
@@ -206,6 +209,10 @@ class Pool:
             self.workers.are_long()
             self.hand_back_waiting()
 
+    def _next_look(self) -> Instant | None:
+        is_of_use = self._engine.has_work and not self.is_claiming
+        return self._agenda.next_look if is_of_use else None
+
     # Claiming. No await in here: a claim is submitted, and `_claimed` is called.
 
     def _claim_if_useful(self) -> None:
@@ -226,7 +233,7 @@ class Pool:
         return (
             not self.is_claiming
             and self._engine.has_work
-            and self._agenda.wants_look(self._engine.decision_now())
+            and self._agenda.wants_look(self._clock.now(), is_idle=self.workers.room > 0)
         )
 
     def _has_room(self) -> bool:
@@ -320,7 +327,7 @@ class Pool:
 
     def _sleep_no_longer(self) -> None:
         """There is room that was not there, or a due time was learnt."""
-        instant = self._next_instant()
+        instant = earliest(self._next_instant(), self._next_look())
         if instant is not None:
             self._alarm.bring_forward(instant)
 
