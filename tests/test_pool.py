@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 from stories import (
@@ -22,6 +23,7 @@ from stories import (
     make_store,
     now,
     outcomes,
+    row_of,
     scheduling,
     serving,
     sleeps,
@@ -41,6 +43,7 @@ from trio_jobs import (
     StoreError,
     constant,
 )
+from trio_jobs._agenda import Agenda
 from trio_jobs._model import Claim, Claimed
 from trio_jobs.testing import settled
 
@@ -876,3 +879,58 @@ async def test_a_look_that_finds_nothing_new_forgets_nothing(
         await finished(jobs, *enqueued)
 
     assert now() == 15
+
+
+async def test_a_wake_up_while_a_look_is_being_formed_makes_it_a_claim(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writing thread clears the hunger, at no moment of the Trio thread."""
+    store = Claims(":memory:")
+    forget = Agenda.claim_was_formed
+    async with trio_jobs.open_jobs(store) as jobs, serving(jobs, plain.handled_by(Script(None))):
+        await settled()
+        before = store.claims
+        [engine] = jobs._watchers
+
+        def wake_and_forget(agenda: Agenda) -> None:
+            monkeypatch.setattr(Agenda, "claim_was_formed", forget)
+            engine._pools[0].wake()  # type: ignore[attr-defined]
+            forget(agenda)
+
+        monkeypatch.setattr(Agenda, "claim_was_formed", wake_and_forget)
+        await jobs._look()
+        await settled()
+
+    assert store.claims > before
+
+
+async def test_what_is_heard_while_a_jobs_closes_raises_nothing(
+    jobs: Jobs, autojump_clock: MockClock
+) -> None:
+    """It is called by Trio itself, which would not survive that."""
+    job = await jobs.enqueue(plain, None, delay=100)
+    row = await row_of(jobs, job)
+    async with serving(jobs, plain.handled_by(Script(None))):
+        await settled()
+        jobs._bridge.is_closed = True
+        jobs._heard([msgspec.structs.replace(row, run_at=row.enqueued_at)])
+        jobs._written_elsewhere()
+        jobs._bridge.is_closed = False
+
+
+async def test_an_error_of_the_runner_itself_is_not_taken_for_a_handlers(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was logged as one, and the worker went on for ever without letting anybody else run."""
+
+    async def fail(*args: object) -> None:
+        await trio.lowlevel.checkpoint()
+        raise RuntimeError("ours")
+
+    async with trio_jobs.open_jobs(":memory:") as jobs:
+        await jobs.enqueue(plain, None)
+        monkeypatch.setattr("trio_jobs._attempt.Execution.run", fail)
+        with pytest.RaisesGroup(
+            pytest.RaisesExc(RuntimeError, match="ours"), flatten_subgroups=True
+        ):
+            await trio_jobs.serve(jobs, [plain.handled_by(Script(None))])

@@ -166,7 +166,6 @@ class Execution:
         "came_at",
         "fence",
         "handler",
-        "is_given_up",
         "is_handling",
         "is_over",
         "kept_from",
@@ -175,7 +174,12 @@ class Execution:
     )
 
     def __init__(
-        self, claimed: ClaimedJob, handler: Handler, host: Host, kept_from: Instant
+        self,
+        claimed: ClaimedJob,
+        handler: Handler,
+        host: Host,
+        kept_from: Instant,
+        came_at: Instant,
     ) -> None:
         row = claimed.row
         self.row = row
@@ -185,12 +189,10 @@ class Execution:
         """The handler is under way."""
         self.is_over = False
         """The attempt has its end, or has lost its fence: it writes nothing any more."""
-        self.is_given_up = False
-        """Its end could not be written while the lease lasted."""
         self.kept_from = kept_from
         """The instant the newest committed lease was computed from."""
-        self.came_at = kept_from
-        """The instant from which it waits for a worker."""
+        self.came_at = came_at
+        """From when it waits for a worker, in `Clock.ticks`; so is `began_at`."""
         self.began_at: Instant | None = None
         self.keyboard_interrupt: BaseException | None = None
         self._payload: bytes | None = claimed.payload
@@ -292,7 +294,7 @@ class Execution:
         returned = False
         value: object = None
         raised: BaseException | None = None
-        self.began_at = now
+        self.began_at = host.clock.ticks()
         self.is_handling = True
         begins(self, now)
         self._scope = scope
@@ -320,7 +322,7 @@ class Execution:
 
     def took(self) -> int | None:
         """Microseconds since the handler began, if it did."""
-        return None if self.began_at is None else self._host.clock.now() - self.began_at
+        return None if self.began_at is None else self._host.clock.ticks() - self.began_at
 
     def decide(self, end: End) -> Change:
         """What its end makes of the row as it is known here."""
@@ -345,7 +347,7 @@ class Execution:
         self._may_be_written = self._may_be_written or error.is_outcome_unknown
         if self._repeat > 0:
             return True
-        self.is_over = self.is_given_up = True
+        self.is_over = True
         _log.error("%s: its end could not be written, given up: %s", self, error)
         return False
 

@@ -115,6 +115,8 @@ class Bridge:
         with self._gathered:
             self.is_closed = True
             waiting, self._pending = self._pending, []
+            for write in waiting:
+                write.is_taken = True  # nobody can withdraw it any more
             self._gathered.notify()
         for write in waiting:
             write.result = outcome.capture(self.raise_if_closed)
@@ -236,6 +238,7 @@ class Bridge:
 
     # Reading.
 
+    @trio.lowlevel.enable_ki_protection
     async def read(self, call: Callable[[Store], T]) -> T:
         """Call one of the store's reading verbs."""
         self.raise_if_closed()
@@ -369,7 +372,7 @@ def _commit(store: Store, batch: Sequence[Write]) -> None:
             results = _perform(store, batch)
         for write, result in zip(batch, results, strict=True):
             write.result = outcome.Value(result)
-    except Exception as error:
+    except BaseException as error:  # an application's clock may raise anything
         hopeless = isinstance(error, StoreBusy) or (
             isinstance(error, StoreError) and (error.is_permanent or error.is_outcome_unknown)
         )
@@ -382,13 +385,12 @@ def _commit(store: Store, batch: Sequence[Write]) -> None:
                 write.result = outcome.Error(_copy(error))
 
 
-def _one_by_one(store: Store, changes: Sequence[Change]) -> list[Refused | Exception | None]:
-    answers: list[Refused | Exception | None] = []
+def _one_by_one(store: Store, changes: Sequence[Change]) -> list[Refused | BaseException | None]:
+    answers: list[Refused | BaseException | None] = []
     for change in changes:
         alone = Write("apply", [change])
         _commit(store, [alone])
         if isinstance(alone.result, outcome.Error):
-            assert isinstance(alone.result.error, Exception)
             answers.append(alone.result.error)
         else:
             assert isinstance(alone.result, outcome.Value)
@@ -441,7 +443,7 @@ def _committed_rows(verb: Verb, items: Any, result: Any) -> list[Row]:
     return []
 
 
-def _copy(error: Exception) -> Exception:
+def _copy(error: BaseException) -> BaseException:
     # Each caller raises its own: one object raised in many tasks mixes their tracebacks.
     try:
         copy = type(error)(*error.args)

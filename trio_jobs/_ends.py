@@ -54,28 +54,31 @@ class Ends:
         self._claims = claims
         self._handed_over = handed_over
         self._endings: list[Ending] = []
-        self._has_some = trio.lowlevel.ParkingLot()
+        self._is_woken = False
+        self._sleeper = trio.lowlevel.ParkingLot()
+        self._owed: set[Execution] = set()
 
     def add(self, execution: Execution, end: End) -> None:
-        if not self._endings:
-            self._has_some.unpark()
         if execution.is_over:
+            self._is_through(execution)
             self._engine.lost(execution)
         else:
             self._endings.append(Ending(execution, end, execution.decide(end)))
+        self._wake()
 
     @trio.lowlevel.enable_ki_protection
     async def write(self) -> None:
         """Hand over what has ended. It is woken by the first, and runs when all who could run
         in that tick have: so their ends are one write, and nobody has waited for a timer."""
         while True:
-            if not self._endings:
-                await self._has_some.park()
+            while not self._is_woken:
+                await self._sleeper.park()
             number = 0
             # While each tick brings more, and those who bring them have still more to do.
             while self._workers.ready and number < len(self._endings) < ENOUGH:
                 number = len(self._endings)
                 await trio.lowlevel.cancel_shielded_checkpoint()
+            self._is_woken = False
             endings, self._endings = self._endings, []
             writes = list(self._claims())
             if endings:
@@ -102,14 +105,17 @@ class Ends:
         if isinstance(answer, StoreError):
             if execution.was_not_written(answer):
                 self._engine.cannot_write_end(execution, answer)
+                self._owed.add(execution)
+                self._workers.owed = len(self._owed)
                 if not self._engine.is_over:
-                    self._workers.owed += 1
                     self._engine.nursery.start_soon(self._add_later, execution, end)
             else:
+                self._is_through(execution)
                 self._engine.gave_up(execution)
         elif isinstance(answer, BaseException):
             self._engine.fail(answer)
         elif execution.is_written(change, answer):
+            self._is_through(execution)
             self._engine.wrote(execution, change)
             if answer is not None:
                 self._engine.jobs._tell([change.after])
@@ -118,5 +124,15 @@ class Ends:
 
     async def _add_later(self, execution: Execution, end: End) -> None:
         await execution.wait_for_store()
-        self._workers.owed -= 1
         self.add(execution, end)
+
+    def _is_through(self, execution: Execution) -> None:
+        if execution in self._owed:
+            self._owed.discard(execution)
+            self._workers.owed = len(self._owed)
+            self._wake()  # there is room for a claim
+
+    def _wake(self) -> None:
+        if not self._is_woken:
+            self._is_woken = True
+            self._sleeper.unpark()

@@ -7,6 +7,7 @@ store, or knows from the row it carries that there is nothing to look at.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 
@@ -70,6 +71,16 @@ def leave_hub(identity: Hashable, listener: Listener) -> None:
         hub.leave(listener)
         if hub.is_empty:
             del _hubs[identity]
+
+
+def _after_fork_in_child() -> None:
+    global _lock
+    _lock = threading.Lock()  # somebody in the parent may have held it
+    _hubs.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _call(token: trio.lowlevel.TrioToken, call: Callable[[], None]) -> None:

@@ -530,11 +530,14 @@ class Jobs:
                     waiter.row = row
                     waiter.event.set()
 
+    # Called from other loops, maybe when we have closed already; nothing may be raised there.
+
     def _heard(self, rows: Sequence[Row]) -> None:
         if self._waiters:
             self._tell_waiters(rows)
-        for watcher in tuple(self._watchers):
-            watcher.heard(rows)
+        if not self._bridge.is_closed:
+            for watcher in tuple(self._watchers):
+                watcher.heard(rows)
 
     def _written_elsewhere(self) -> None:
         for waiters in self._waiters.values():

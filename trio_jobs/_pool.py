@@ -11,7 +11,7 @@ import trio
 
 from . import _lifecycle
 from ._agenda import Agenda, earliest
-from ._attempt import Execution, Stop
+from ._attempt import Execution
 from ._bridge import MAX_BATCH, Write
 from ._clock import Alarm, microseconds
 from ._ends import Ends
@@ -90,6 +90,7 @@ class Pool:
             self._agenda.heard_deadline(row.deadline)
             self._alarm.bring_forward(row.deadline)
         if row.kind in self._handlers:
+            self._look_is_not_enough()
             self._agenda.heard_due(row, self._engine.decision_now())
             self._is_one_free = self._is_one_free or (self.is_claiming and row.id in self._held)
             self._claim_if_useful()
@@ -106,6 +107,7 @@ class Pool:
 
     def wake(self) -> None:
         """Look at the store at once."""
+        self._look_is_not_enough()
         self._agenda.is_hungry = True
         self._alarm.ring()
 
@@ -123,7 +125,6 @@ class Pool:
     def hand_back_waiting(self) -> None:
         """Give back what was claimed and not started."""
         for execution in self.workers.take_back():
-            execution.stop(Stop.SHUTDOWN)
             self.ends.add(execution, execution.not_started())
 
     def withdraw_claim(self) -> None:
@@ -140,7 +141,7 @@ class Pool:
         while True:
             if not is_look or self._is_news or self._agenda.is_written_elsewhere:
                 await self._look_around()
-            if self._engine.has_work and not self._agenda.is_written_elsewhere:
+            if self._engine.has_work and self._agenda.may_claim(self._engine.decision_now()):
                 self._claim(is_look=is_look)
             is_look = await self._sleep()
 
@@ -188,7 +189,10 @@ class Pool:
             self._engine.met_trouble(error, "the store could not be read")
 
     def _next_instant(self) -> Instant | None:
-        return earliest(self._next_claim(), self.workers.end_of_patience())
+        patience = self.workers.end_of_patience()
+        if patience is not None:
+            patience += self._clock.now() - self._clock.ticks()
+        return earliest(self._next_claim(), patience)
 
     def _next_claim(self) -> Instant | None:
         if self.is_claiming or not self._engine.may_claim:
@@ -205,7 +209,7 @@ class Pool:
     def _give_up_ahead(self) -> None:
         """The first has waited for as long as it may: others may have all that wait."""
         instant = self.workers.end_of_patience()
-        if instant is not None and instant <= self._clock.now():
+        if instant is not None and instant <= self._clock.ticks():
             self.workers.are_long()
             self.hand_back_waiting()
 
@@ -251,8 +255,13 @@ class Pool:
     def _claim(self, *, is_look: bool = False) -> None:
         if not self.is_claiming:
             write = self._new_claim()
-            write.unless = self._version if is_look else None
+            write.unless = self._version if is_look and not self._agenda.is_hungry else None
             self._bridge.submit(write)
+
+    def _look_is_not_enough(self) -> None:
+        # Before the hunger: the writing thread clears that, and then sees whether it is a look.
+        if self._claim_under_way is not None:
+            self._claim_under_way.unless = None
 
     def _new_claim(self) -> Write:
         self.is_claiming = True
@@ -263,8 +272,6 @@ class Pool:
         # moment, and so are the instants, from which the leases count. What is heard after
         # `claim_was_formed` makes the pool ask again, so it comes before all that is read.
         def claim() -> Claim:
-            if self._agenda.is_hungry:
-                write.unless = None  # a look is not enough: there is something to be seen
             self._agenda.claim_was_formed()
             now = self._clock.now()
             once = self._engine.once
@@ -314,6 +321,7 @@ class Pool:
         elif self._agenda.is_lost_waiting and self._is_outdated(allowance, result):
             self.wake()
         self._engine.progress()
+        self._claim_if_useful()
         self._sleep_no_longer()
 
     def _saw(self, look: Write, claimed: Claimed) -> None:
@@ -364,11 +372,11 @@ class Pool:
 
     def _take(self, claim: Claim, claimed: Claimed) -> None:
         self._taken = frozenset([job.was.fence for job in claimed.jobs])
-        now = self._clock.now()
+        came_at = self._clock.ticks()
         executions: list[Execution] = []
         for job in claimed.jobs:
-            execution = Execution(job, self._handlers[job.row.kind], self._host, claim.lease_now)
-            execution.came_at = now
+            handler = self._handlers[job.row.kind]
+            execution = Execution(job, handler, self._host, claim.lease_now, came_at)
             self._engine.takes(execution, job)
             executions.append(execution)
         self.workers.give(executions)
@@ -382,7 +390,6 @@ class Pool:
         else:
             self.workers.start()
             self._engine.maybe_all_is_done()
-            self._claim_if_useful()
 
     def _ended(self, execution: Execution, end: End) -> None:
         self._may_go_ahead = True

@@ -108,6 +108,7 @@ class Workers:
         """Run one claimed job after another."""
         while True:
             await trio.lowlevel.checkpoint_if_cancelled()
+            is_leaving = False
             try:
                 # One scope for many jobs, because a new one would be a third of what Trio does
                 # for a job. It is left when it was cancelled, or when a handler did not close
@@ -117,7 +118,10 @@ class Workers:
                     status = _cancel_status()
                     while not scope.cancel_called and _is_innermost(scope, nurseries, status):
                         await self._work_once(scope)
+                    is_leaving = True
             except RuntimeError as error:  # "Cancel scope stack corrupted", now mended
+                if not is_leaving:
+                    raise
                 _log.error("a handler left a cancel scope or nursery open", exc_info=error)
 
     async def _work_once(self, scope: trio.CancelScope) -> None:
