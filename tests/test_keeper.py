@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import types
 from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -566,3 +567,23 @@ async def test_a_wall_clock_that_is_set_moves_no_timeout(
 
     assert timed_out.failure == Failure("timed out")
     assert (returned.unwrap(), returned.attempt) == (7, 1)
+
+
+async def test_a_lost_row_ends_at_its_deadline_also_while_no_worker_is_free_here(
+    tmp_path: Path,
+) -> None:
+    """The end of a lease is no commit that a runner without a free worker would hear of."""
+    busy, late = Kind("busy", None), Kind("late", None)
+    async with trio_jobs.open_jobs(tmp_path / "jobs.db") as jobs:
+        soon = datetime.now(UTC) + timedelta(seconds=0.4)
+        lost = await jobs.enqueue(late, None, deadline=soon)
+        await abandon(jobs, late, lease=0.5)
+        with trio.move_on_after(20) as scope:
+            async with serving(
+                jobs, busy.handled_by(Script(sleeps(20))), workers=1, poll=0.1, grace=0
+            ):
+                await jobs.enqueue(busy, None)
+                ended = await jobs.wait_finished(lost)
+                scope.cancel()
+
+    assert ended.failure == Failure("deadline")

@@ -750,3 +750,18 @@ def test_whoever_dies_whatever_happens_rows_of_the_living_stay_theirs(
 
 def claim_is_left(world: World) -> bool:
     return bool(world.ask("SELECT id FROM trio_jobs_job WHERE state < 3 LIMIT 1"))
+
+
+def test_what_a_process_could_not_take_away_at_a_close_goes_at_its_next_open(world: World) -> None:
+    for _ in range(5):
+        store = world.process(pid=1)
+        add(store, new())
+        [job] = claim(store).jobs
+        with store.transaction():
+            store.apply([_lifecycle.ended(job.row, Returned(b"1"), POLICY, 100)])
+        store._owners = Owners(None, world.is_dead)  # the file is locked all the time
+        store.close()
+
+    claim(world.process(pid=1))
+
+    assert len(world.owners()) <= 1

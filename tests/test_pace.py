@@ -24,7 +24,18 @@ from stories import (
 from trio.testing import MockClock
 
 import trio_jobs
-from trio_jobs import Attempt, Failure, Job, Jobs, Kind, Runner, SqliteStore, State, StoreError
+from trio_jobs import (
+    Attempt,
+    Failure,
+    Job,
+    Jobs,
+    Kind,
+    Retry,
+    Runner,
+    SqliteStore,
+    State,
+    StoreError,
+)
 from trio_jobs._ends import ENOUGH
 from trio_jobs._model import Claim, Claimed
 from trio_jobs._pace import MAX_AHEAD, MAX_WAIT, NOTHING_AHEAD, SHORT, Pace, ahead
@@ -557,3 +568,16 @@ def test_short_jobs_that_turn_slow_at_random_keep_none_waiting_for_long(seed: in
 
     with scheduling(seed) as chance:
         trio.run(main, clock=MockClock(autojump_threshold=0))
+
+
+async def test_what_is_on_its_last_attempt_is_never_claimed_ahead(
+    jobs: Jobs, autojump_clock: MockClock
+) -> None:
+    """If its process died it would be dead without a start."""
+    only_once = Kind("only once", float, retry=Retry(attempts=1))
+    async with serving(jobs, only_once.handled_by(Naps()), workers=1):
+        await seen_to_be_short(jobs, only_once)
+        await jobs.enqueue_many(only_once, [NAP] * 50)
+        await trio.sleep(0.001)
+
+        assert await running(jobs) == 1

@@ -337,6 +337,8 @@ class Bridge:
         return batch
 
     def _tidy(self) -> None:
+        if self.is_closed:
+            return
         try:
             is_more = self._store.tidy(self.clock.now())
             if is_more and (self._checkpointer is None or not self._checkpointer.is_alive()):
@@ -346,7 +348,8 @@ class Bridge:
                 self._checkpointer.start()
         except Exception:
             # Housekeeping that fails costs space; without the writing thread nothing works.
-            _log.exception("the store could not be tidied up")
+            if not self.is_closed:
+                _log.exception("the store could not be tidied up")
 
     def _checkpoint(self) -> None:
         try:

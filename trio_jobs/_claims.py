@@ -67,8 +67,8 @@ ON CONFLICT (id) DO UPDATE SET state = 0
 # A sum as limit, because for a parameter alone new versions prepare the statement every time.
 _DUE_BUT: Final = """
 SELECT '[' || ifnull(group_concat((
-    SELECT json_group_array(json_array(-priority, run_at, id, served.key)) FROM (
-        SELECT priority, run_at, id FROM trio_jobs_job INDEXED BY trio_jobs_ready
+    SELECT json_group_array(json_array(-priority, run_at, id, served.key, attempt)) FROM (
+        SELECT priority, run_at, id, attempt FROM trio_jobs_job INDEXED BY trio_jobs_ready
         WHERE state = 0 AND kind = served.value AND id < :below
             AND (run_at <= :due_by OR run_at <= enqueued_at)
             AND (deadline IS NULL OR deadline > :now) AND {but}
@@ -192,7 +192,7 @@ def claim_rows(connection: Connection, claim: Claim, owners: Owners) -> Claimed:
     due, is_all = _due(connection, claim, values, look)
     due = sorted([*due, *(_place(change.after) for change in lost.values())])
     number = claim.limit + _ahead(due[claim.limit :], claim)
-    taken = [id for _, _, id, _ in due[:number]]
+    taken = [id for _, _, id, *_ in due[:number]]
     more = len(due) > number or not is_all
     settled += [*ended, *(lost[id] for id in taken if id in lost)]
     write(connection, settled)
@@ -296,7 +296,7 @@ def _due(
         [(seen,)] = connection.execute(_DUE, values)
     due = [*itertools.chain(*msgspec.json.decode(seen))]
     # What is held may have become due again, before this runner is through with it.
-    if any(id in claim.held for _, _, id, _ in due):
+    if any(id in claim.held for _, _, id, *_ in due):
         held = {"held": as_json(list(claim.held))}
         due = [*itertools.chain(*array(connection, _DUE_BUT_HELD, values | held))]
     return due, is_all
@@ -304,11 +304,14 @@ def _due(
 
 def _ahead(due: Sequence[list[int]], claim: Claim) -> int:
     """How many of those that find no free worker are taken ahead: never past one that may not
-    be, so that nothing overtakes it."""
+    be, so that nothing overtakes it. None on its last attempt: if this process died it would
+    be dead without a start."""
     kinds = list(claim.policies)
     number = 0
-    for *_, kind in due[: claim.ahead_limit]:
+    for *_, kind, attempt in due[: claim.ahead_limit]:
         if kind == _LOST_KIND or kinds[kind] not in claim.ahead_kinds:
+            break
+        if attempt + 1 >= claim.policies[kinds[kind]].attempts:
             break
         number += 1
     return number
@@ -326,7 +329,7 @@ def _next(
 
 def _place(row: Row) -> list[int]:
     """Rows are taken in this order."""
-    return [-row.priority, row.run_at, row.id, _LOST_KIND]
+    return [-row.priority, row.run_at, row.id, _LOST_KIND, row.attempt]
 
 
 # Rows and payloads in one step, if they are small: of each its numbers and the lengths of its

@@ -395,6 +395,8 @@ class Jobs:
         Cancelling the wait does not touch the job. Raises `JobNotFound`.
         """
         poll = seconds(poll, "poll", above=True)
+        self._bridge.raise_if_closed()
+        self._bridge.raise_if_elsewhere()
         waiter = _Waiter()
         number = _checked_id(job_or_id)
         waiters = self._waiters.setdefault(number, {})

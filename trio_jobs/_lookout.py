@@ -98,12 +98,14 @@ class Lookout:
 
     async def _watch(self, watch: Watch) -> None:
         pause = SHORTEST
+        is_missed = False
         while True:
             if not self._wanting:
                 self._is_wanted = trio.Event()
                 await self._is_wanted.wait()
             before = self._clock.ticks()
-            await trio.lowlevel.wait_readable(watch.descriptor)
+            if not is_missed:
+                await trio.lowlevel.wait_readable(watch.descriptor)
             if self._bridge.is_inherited:
                 return  # a forked process: the events are the parent's
             was_silent = self._clock.ticks() - before >= _SILENCE * pause * MICROSECONDS
@@ -117,7 +119,8 @@ class Lookout:
             watch.forget()
             try:
                 await self._look()
+                is_missed = False
             except StoreError:
-                pass  # those who claim tell of it, and the others look again by themselves
+                is_missed = True  # those who claim tell of it
             await trio.sleep(pause)
             pause = min(2 * pause, LONGEST)

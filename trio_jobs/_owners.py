@@ -81,10 +81,14 @@ class Owners:
         gone = [
             id for id, process in owners.items() if process != here and self._is_dead(process, here)
         ]
-        # Nobody here will ever know that one of another place is dead. If it lives it enters
-        # again when it looks; so it must not be driven out again and again.
+        # Nobody here will ever know that one of another place is dead, nor one of this process
+        # that could not leave when it closed. If it lives it enters again when it looks; so it
+        # must not be driven out again and again.
         strangers = [
-            id for id, process in owners.items() if last is None and process.place != here.place
+            id
+            for id, process in owners.items()
+            if last is None
+            and (process.place != here.place or (process == here and id != self._id))
         ]
         left = self._remove(connection, [*gone, *strangers])
         self.dead = [id for id in gone if id not in left]

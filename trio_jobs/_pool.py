@@ -161,6 +161,8 @@ class Pool:
         """No instant has come that a claim was to wait for."""
         if self._clock.is_virtual or self._engine.once is not None:
             return False
+        if not self._has_room():
+            return False  # the ends of others' leases are no instants to wake for, then
         if self._agenda.is_written_elsewhere or self._agenda.is_lost_waiting:
             return False
         return instant is None or self._clock.now() < instant
