@@ -1128,7 +1128,8 @@ class Model:
         jobs: list[ClaimedJob] = []
         number = claim.limit
         for row in places[claim.limit : claim.limit + claim.ahead_limit]:
-            if row.kind not in claim.ahead_kinds or row.id in starts:
+            is_last = row.attempt + 1 >= claim.policies[row.kind].attempts
+            if row.kind not in claim.ahead_kinds or row.id in starts or is_last:
                 break
             number += 1
         for row in places[:number]:

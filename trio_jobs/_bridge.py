@@ -375,7 +375,7 @@ def _commit(store: Store, batch: Sequence[Write]) -> None:
             results = _perform(store, batch)
         for write, result in zip(batch, results, strict=True):
             write.result = outcome.Value(result)
-    except BaseException as error:  # an application's clock may raise anything
+    except BaseException as error:  # noqa: ASYNC103 - an application's clock raises anything
         hopeless = isinstance(error, StoreBusy) or (
             isinstance(error, StoreError) and (error.is_permanent or error.is_outcome_unknown)
         )
@@ -385,7 +385,7 @@ def _commit(store: Store, batch: Sequence[Write]) -> None:
             elif not hopeless and write.verb == "apply" and len(write.items) > 1:
                 write.result = outcome.Value(_one_by_one(store, write.items))
             else:
-                write.result = outcome.Error(_copy(error))
+                write.result = outcome.Error(_copy(error))  # noqa: ASYNC104
 
 
 def _one_by_one(store: Store, changes: Sequence[Change]) -> list[Refused | BaseException | None]:

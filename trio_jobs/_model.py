@@ -141,7 +141,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     limit: int
     """At most so many rows are taken; 0 still ends what a deadline or a loss ends."""
     ahead_limit: int = 0
-    """At most so many more, as long as the next in order is of `ahead_kinds` and not lost."""
+    """At most so many more, as long as the next in order is of `ahead_kinds`, not lost, and not
+    on its last attempt."""
     ahead_kinds: frozenset[str] = frozenset()
     lost_limit: int
     """At most so many of them may be lost rows."""
