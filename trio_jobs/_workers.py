@@ -159,14 +159,15 @@ class Workers:
 
 
 def _is_innermost(scope: trio.CancelScope, nurseries: int, status: object) -> bool:
+    if status is not None:
+        return _cancel_status() is status
     return (
         trio.current_effective_deadline() == scope.deadline
         and len(trio.lowlevel.current_task().child_nurseries) == nurseries
-        and _cancel_status() is status
     )
 
 
 def _cancel_status() -> object:
-    # Private to Trio, and the only thing that tells of a scope without a deadline. Should it go
-    # away, the rest is still told by the two above.
+    # Private to Trio, and the only thing that tells of every scope and nursery. Should it go
+    # away, those that have a deadline or are nurseries are still told.
     return getattr(trio.lowlevel.current_task(), "_cancel_status", None)
