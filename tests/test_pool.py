@@ -942,10 +942,12 @@ async def test_a_scope_with_a_deadline_is_found_also_if_trio_no_longer_tells_whi
     monkeypatch.setattr("trio_jobs._workers._cancel_status", lambda: None)
     untidy = Kind("untidy", int, int)
     innocent = number.handled_by(Script(sleeps(100, 8)))
-    async with trio_jobs.open_jobs(":memory:") as jobs:
-        async with serving(jobs, untidy.handled_by(open_scope_with_deadline), innocent, workers=1):
-            first = await jobs.enqueue(untidy, 1)
-            second = await jobs.enqueue(number, 1)
-            [_, ended] = await finished(jobs, first, second)
+    async with (
+        trio_jobs.open_jobs(":memory:") as jobs,
+        serving(jobs, untidy.handled_by(open_scope_with_deadline), innocent, workers=1),
+    ):
+        first = await jobs.enqueue(untidy, 1)
+        second = await jobs.enqueue(number, 1)
+        [_, ended] = await finished(jobs, first, second)
 
     assert (ended.unwrap(), ended.attempt) == (8, 1)
