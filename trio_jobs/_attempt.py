@@ -1,8 +1,8 @@
 """One attempt, from its claim to its settled change, read from top to bottom.
 
 `Attempt` is what a handler sees. `Execution` is the runner's side of it: it starts the
-handler, knows why it was stopped, decides by the pure table what that comes to, and
-writes the end under the fence.
+handler, knows why it was stopped, decides by the pure table what that comes to, and knows
+by the store's answer whether that was the end of it.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ class Attempt(Generic[P, R]):
 
 
 class Stop(enum.Enum):
-    """Why we cancelled a handler's scope, in the order of precedence; see `_verdict`."""
+    """Why we cancelled a handler's scope. `_verdict` has the precedence, in which a returned value
+    comes before TIMEOUT; CANCEL comes before all, and the pure table sees to that."""
 
     CANCEL = enum.auto()
     DEADLINE = enum.auto()

@@ -2,8 +2,14 @@
 
 The loops only carry values. What to claim is a value for the store, what an end means is
 decided in `_lifecycle`, an attempt is read in `_attempt`. Every method without `await`
-runs to its end on the Trio thread, so the state here is never seen half changed. One thing
-is called from the writing thread: the function in `Pool._new_claim` that forms a claim.
+runs to its end on the Trio thread. One thing is called from the writing thread: the
+function in `Pool._new_claim` that forms a claim. It reads numbers of workers and of what is
+ready, and how short kinds are, at any moment; a row more or less is handed back or claimed
+by the next.
+
+The way of a job: `Jobs.enqueue` -> `Bridge.add` -> `Pool.claim_for` (or `Pool.heard`, or the
+poller) -> `store.claim` -> `Pool._claimed` -> `Workers.give` -> `Execution.run` -> `Ends.add`
+-> `Ends.write` -> `store.apply` -> `Ends._settle` -> `Engine.wrote`.
 """
 
 from __future__ import annotations
@@ -352,7 +358,7 @@ class Engine:
             self.fail(error)
 
     def cannot_write_end(self, execution: Execution, error: StoreError) -> None:
-        """A worker goes on trying; until it is through, the trouble shows."""
+        """It is tried again; until it is written, the trouble shows."""
         self._unwritten.add(execution)
         self.met_trouble(error, "the end of a job could not be written")
 

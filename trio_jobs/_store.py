@@ -1,4 +1,4 @@
-"""What a store must do: a dozen blocking verbs, each docstring a promise.
+"""What a store must do: some blocking verbs, each docstring a promise.
 
 Plain Python: no event loop, no clock, every instant a parameter. A verb knows nothing of
 handlers; nothing above this seam knows SQL. The tests of these promises run over every
@@ -28,9 +28,9 @@ from ._model import (
 class Store(Protocol):
     """Keeps rows and applies changes.
 
-    Writing verbs (`add`, `apply`, `renew`, `claim`) are called inside `transaction()` and
-    from one thread at a time; reading verbs may be called from one other thread meanwhile
-    and see only what is committed. Every verb raises `StoreBusy` when the store stayed
+    Writing verbs (`add`, `apply`, `renew`, `claim`) and `version` are called inside
+    `transaction()` and from one thread at a time; reading verbs may be called from one other
+    thread meanwhile and see only what is committed, `checkpoint` from a third. Every verb raises `StoreBusy` when the store stayed
     locked for the whole patience it was given, and `StoreError` when it failed otherwise;
     then nothing of the transaction is kept. In a process forked after `open` every verb
     raises `StoreError` and touches nothing.
