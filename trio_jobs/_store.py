@@ -30,10 +30,10 @@ class Store(Protocol):
 
     Writing verbs (`add`, `apply`, `renew`, `claim`) and `version` are called inside
     `transaction()` and from one thread at a time; reading verbs may be called from one other
-    thread meanwhile and see only what is committed, `checkpoint` from a third. Every verb raises `StoreBusy` when the store stayed
-    locked for the whole patience it was given, and `StoreError` when it failed otherwise;
-    then nothing of the transaction is kept. In a process forked after `open` every verb
-    raises `StoreError` and touches nothing.
+    thread meanwhile and see only what is committed, `checkpoint` from a third. Every verb
+    raises `StoreBusy` when the store stayed locked for the whole patience it was given, and
+    `StoreError` when it failed otherwise; then nothing of the transaction is kept. In a
+    process forked after `open` every verb raises `StoreError` and touches nothing.
     """
 
     @property
