@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import trio
+from stories import Script, finished, instant, serving
+from trio.testing import MockClock
+
+import trio_jobs
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -47,3 +53,30 @@ def test_ci_runs_the_test_command() -> None:
         next(command for command in commands if "pytest" in command)
         in (ROOT / ".ci" / "run").read_text()
     )
+
+
+async def test_the_statements_that_remove_old_jobs_leave_all_others(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    statements = [
+        " ".join(statement.split()) for statement in re.findall(r"`(DELETE [^`]*)`", README)
+    ]
+    flaky = trio_jobs.Kind("flaky", None)
+    async with trio_jobs.open_jobs(tmp_path / "jobs.db") as jobs:
+        async with serving(jobs, flaky.handled_by(Script(ValueError(), None))):
+            [old] = await finished(jobs, await jobs.enqueue(flaky, None))
+        await trio.sleep(1000)
+        async with serving(jobs, flaky.handled_by(Script(ValueError(), None))):
+            [young] = await finished(jobs, await jobs.enqueue(flaky, None))
+        waiting = await jobs.enqueue(flaky, None)
+        connection = sqlite3.connect(tmp_path / "jobs.db", isolation_level=None)
+        connection.execute(statements[0], (instant(500),))
+        connection.execute(statements[1])
+        connection.close()
+        left = [job.id for job in await jobs.find()]
+        past = len(await jobs.history(young))
+        with pytest.raises(trio_jobs.JobNotFound):
+            await jobs.history(old)
+
+    assert left == [young.id, waiting.id]
+    assert past == 1

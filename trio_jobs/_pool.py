@@ -34,7 +34,6 @@ class Pool:
     """The workers that share a set of kinds (a runner has one, or one for each queue)."""
 
     def __init__(self, engine: Engine, handlers: Mapping[str, Handler], workers: int) -> None:
-        self.is_claiming = False
         self.is_exhausted = False
         """The last claim found less than it had room for."""
         self._engine = engine
@@ -59,6 +58,10 @@ class Pool:
         """What that claim leaves alone, because it was in hand when it was made."""
         self._is_one_free = False
         """One of those is queued again, and no claim has seen it."""
+
+    @property
+    def is_claiming(self) -> bool:
+        return self._claim_under_way is not None
 
     # What the engine tells it.
 
@@ -130,7 +133,7 @@ class Pool:
     def withdraw_claim(self) -> None:
         """Claim nothing any more, if it is not too late."""
         if self._claim_under_way is not None and self._bridge.withdraw(self._claim_under_way):
-            self.is_claiming = False
+            self._claim_under_way = None
 
     # The poller.
 
@@ -266,7 +269,6 @@ class Pool:
             self._claim_under_way.unless = None
 
     def _new_claim(self) -> Write:
-        self.is_claiming = True
         allowance = self._engine.probation.reserve(self._clock.now())
         held = self._held = self._engine.held_ids()
 
@@ -302,7 +304,6 @@ class Pool:
         return write
 
     def _claimed(self, write: Write, allowance: Allowance, result: outcome.Outcome[Any]) -> None:
-        self.is_claiming = False
         self._claim_under_way = None
         if self._engine.is_over or self._bridge.is_closed:
             if isinstance(result, outcome.Value) and result.value is not None:

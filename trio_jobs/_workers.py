@@ -56,8 +56,8 @@ class Workers:
 
     def adopt(self, handler: Handler) -> None:
         """Serve one more kind."""
-        # Anew, not in place: the writing thread may be reading the old one. What must not be
-        # repeated is not claimed ahead: it would fail if this process died, without a start.
+        # What must not be repeated is not claimed ahead: it would fail if this process died,
+        # without a start. (Anew, not in place, as in the pool.)
         if handler.kind.on_interrupt == "retry":
             self._paces = {**self._paces, handler.kind.name: Pace()}
 

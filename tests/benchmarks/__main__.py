@@ -12,7 +12,14 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from . import peers, plot, report
 from .figures import FIGURES
@@ -97,8 +104,8 @@ def measure(
             count = group.rounds(rounds or size.rounds)
             progress.update(bar, total=measurements(cases, count))
 
-            def measuring(case: Case) -> None:
-                progress.update(bar, advance=1, description=case.name)  # noqa: B023
+            def measuring(case: Case, progress: Progress = progress, bar: TaskID = bar) -> None:
+                progress.update(bar, advance=1, description=case.name)
 
             noted = len(results.notes)
             run_rounds(cases, count, results, measuring)
