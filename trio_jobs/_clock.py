@@ -42,6 +42,7 @@ class Clock:
         self.is_mocked = self._mock is not None
         """Trio's own time is virtual; `now` need not be."""
         self._is_given = source is not None
+        self._ticks = trio.lowlevel.current_clock().current_time  # what trio.current_time asks
         if source is not None:
             self._read = source
         elif self._mock is not None:
@@ -56,7 +57,7 @@ class Clock:
 
     def ticks(self) -> Instant:
         """For durations within this process: a wall clock that is set does not change it."""
-        return self.now() if self._is_given else round(trio.current_time() * MICROSECONDS)
+        return self.now() if self._is_given else round(self._ticks() * MICROSECONDS)
 
     def trio_deadline(self, instant: Instant | None, poll: float) -> float:
         """When to wake for `instant` (None: there is none), as a Trio time.

@@ -338,6 +338,10 @@ class Engine:
         if self.once is not None and all(pool.is_exhausted for pool in self._pools):
             self.drain()
 
+    def has_in_hand(self, fence: Fence) -> bool:
+        """That claim is this runner's, and not over."""
+        return fence in self._keeper.in_hand
+
     def held_ids(self) -> frozenset[int]:
         """Ids no claim may give us: in hand, or started before in this `run_once`."""
         return frozenset(self._spent.union(id for id, _ in self._keeper.in_hand))

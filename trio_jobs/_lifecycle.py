@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Final, TypeAlias
 
 import msgspec
+from msgspec.structs import replace
 
 from ._model import Change, Failure, Instant, Outcome, PastStart, Policy, Row, State
 
@@ -232,7 +233,7 @@ def cancelled(row: Row, now: Instant) -> Change | None:
         if is_lost(row, now):
             return _finish(row, Event.CANCELLED, State.CANCELLED, now, "cancelled")
         if not row.cancel_requested:
-            return Change(before=row, after=msgspec.structs.replace(row, cancel_requested=True))
+            return Change(before=row, after=replace(row, cancel_requested=True))
     return None
 
 
@@ -253,13 +254,13 @@ def retried(row: Row, now: Instant) -> Change:
 
 def published(row: Row, result: bytes) -> Change:
     """A partial result of a running attempt."""
-    return _with_result(row, msgspec.structs.replace(row, result=result))
+    return _with_result(row, replace(row, result=result))
 
 
 def _with_result(row: Row, after: Row) -> Change:
     # Another publication may be under way; so the result is written also where it seems to be
     # there already.
-    before = row if row.result is None else msgspec.structs.replace(row, result=None)
+    before = row if row.result is None else replace(row, result=None)
     return Change(before=before, after=after)
 
 
@@ -365,4 +366,4 @@ def _past(row: Row, now: Instant, outcome: Outcome, failure: Failure | None) -> 
 def _move(row: Row, event: Event, to: State, **fields: Any) -> Row:
     if (row.state, event, to) not in _ALLOWED:
         raise IllegalTransition(row, event)
-    return msgspec.structs.replace(row, state=to, **fields)
+    return replace(row, state=to, **fields)

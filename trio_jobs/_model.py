@@ -54,7 +54,7 @@ class Failure(msgspec.Struct, frozen=True):
     type: str | None = None
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What the store keeps of a job, without its payload (which only a claim needs)."""
 
     id: int

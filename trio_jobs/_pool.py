@@ -18,7 +18,7 @@ from ._ends import Ends
 from ._errors import StoreError
 from ._kinds import Handler
 from ._lifecycle import End
-from ._model import Claim, Claimed, Fence, Instant, NewJob, Row
+from ._model import Claim, Claimed, Instant, NewJob, Row
 from ._pace import NOTHING_AHEAD, Ahead
 from ._probation import Allowance
 from ._workers import Workers
@@ -44,7 +44,6 @@ class Pool:
         self.workers = Workers(engine, workers, handlers, self._ended)
         self.ends = Ends(engine, self.workers, self._next_claims, self._sleep_no_longer)
         self._may_go_ahead = True
-        self._taken: frozenset[Fence] = frozenset()
         self._host = engine.host
         self._alarm = Alarm(engine.clock, engine.poll)
         self._agenda = Agenda()
@@ -87,8 +86,8 @@ class Pool:
 
     def heard(self, row: Row) -> None:
         """A queued row was committed in this process."""
-        if row.fence in self._taken:
-            return  # together with the claim that took it
+        if self._engine.has_in_hand((row.id, row.claims + 1)):
+            return  # it came together with the claim that took it
         if row.deadline is not None:
             self._agenda.heard_deadline(row.deadline)
             self._alarm.bring_forward(row.deadline)
@@ -374,7 +373,6 @@ class Pool:
             self._engine.fail(error)
 
     def _take(self, claim: Claim, claimed: Claimed) -> None:
-        self._taken = frozenset([job.was.fence for job in claimed.jobs])
         came_at = self._clock.ticks()
         executions: list[Execution] = []
         for job in claimed.jobs:

@@ -19,13 +19,22 @@ MAX_INTEGER: Final = 2**63 - 1
 # Reading. Text is read as a blob: bytes that are no UTF-8 (a row edited by hand) must not make
 # a fetch fail.
 
-NUMBERS: Final = """
+ROW: Final = """
     id, state, attempt, claims, interruptions, cancel_requested, priority, enqueued_at, run_at,
-    deadline, lease_until, started_at, finished_at"""
-
-ROW: Final = f"""{NUMBERS},
+    deadline, lease_until, started_at, finished_at,
     CAST(kind AS BLOB), CAST(key AS BLOB), CAST(result AS BLOB), CAST(failure AS BLOB),
     CAST(failure_type AS BLOB)"""
+
+# What `Row` is made from by its decoder, in a third of the time; without the result.
+QUEUED_AS_JSON: Final = """
+    json_array(
+        id, CAST(kind AS TEXT), CASE WHEN state < 2 THEN 'queued' END, attempt, claims,
+        interruptions, json(iif(cancel_requested, 'true', 'false')), priority,
+        CAST(key AS TEXT), enqueued_at, run_at, deadline, lease_until, started_at, finished_at,
+        NULL, CASE WHEN failure IS NOT NULL THEN json_object(
+            'message', CAST(failure AS TEXT), 'type', CAST(failure_type AS TEXT)
+        ) END
+    )"""
 
 GET: Final = f"SELECT {ROW} FROM trio_jobs_job WHERE id = ?"
 

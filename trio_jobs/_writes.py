@@ -255,14 +255,19 @@ def _stale(connection: Connection, befores: Sequence[Row]) -> list[int]:
 
 
 def write(connection: Connection, changes: Sequence[Change]) -> None:
-    successes = [change.after for change in changes if _is_plain_success(change)]
+    successes: list[tuple[int, Instant | None, str]] = []
+    others: list[Change] = []
+    for change in changes:
+        after = change.after
+        if _is_plain_success(change):
+            successes.append((after.id, after.finished_at, text_of(after.result or b"")))
+        else:
+            others.append(change)
     if successes:
-        ends = [(row.id, row.finished_at, text_of(row.result or b"")) for row in successes]
-        connection.execute(_SUCCEED, (as_json(ends),))
-        changes = [change for change in changes if not _is_plain_success(change)]
-    for chunk in chunks(changes):
+        connection.execute(_SUCCEED, (as_json(successes),))
+    for chunk in chunks(others):
         connection.execute(*many(_UPDATE, [_changed(change) for change in chunk]))
-    pasts = [(change.after.id, change.past) for change in changes if change.past is not None]
+    pasts = [(change.after.id, change.past) for change in others if change.past is not None]
     for some in chunks(pasts):
         connection.execute(*many(_INSERT_PAST, [_past_values(id, past) for id, past in some]))
     for id, past in pasts:
