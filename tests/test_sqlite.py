@@ -793,6 +793,24 @@ def test_a_commit_that_took_place_is_no_error(path: Path, driver: Driver) -> Non
         assert count(store) == 2
 
 
+def test_what_is_added_is_marked_with_the_statement_that_takes_its_ids(
+    path: Path, driver: Driver
+) -> None:
+    store = SqliteStore(path, driver=driver)
+    spies = Spies(store)
+    with opened(store):
+        add(store, new())
+        spies.log.clear()
+        spies.after = fails_at("COMMIT")
+        with store.transaction():
+            store.add([new()])
+            store.add([new()])
+        spies.after = lambda sql: None
+
+        assert len([sql for _, sql, _ in spies.log if "UPDATE trio_jobs_meta" in sql]) == 2
+        assert count(store) == 3
+
+
 @pytest.mark.parametrize("committed", [True, False])
 def test_a_commit_nobody_can_read_back_has_an_unknown_outcome(
     path: Path, driver: Driver, committed: bool

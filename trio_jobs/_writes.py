@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeAlias
 
 from ._drivers import Connection, Value
@@ -15,8 +15,6 @@ Name: TypeAlias = tuple[str, str | None]
 
 _MAX_PAST: Final = 100
 """How many past starts of a job are kept."""
-
-_RESERVE: Final = "UPDATE trio_jobs_meta SET next_id = next_id + ? RETURNING next_id + 0"
 
 _INSERT: Final = """
 WITH new(id, kind, state, priority, key, enqueued_at, run_at, deadline, is_raw, payload)
@@ -36,7 +34,10 @@ WHERE kind = wanted_kind AND key = wanted_key AND key IS NOT NULL AND state < 3
 """
 
 
-def add(connection: Connection, jobs: Sequence[NewJob]) -> list[tuple[Row, bool]]:
+def add(
+    connection: Connection, jobs: Sequence[NewJob], reserve: Callable[[int], int]
+) -> list[tuple[Row, bool]]:
+    """`reserve` gives the first of so many new ids; called if there is anything to insert."""
     holders = live_of(connection, jobs)
     names = set(holders)
     is_new: list[bool] = []
@@ -44,7 +45,7 @@ def add(connection: Connection, jobs: Sequence[NewJob]) -> list[tuple[Row, bool]
         is_new.append(job.key is None or name_of(job) not in names)
         names.add(name_of(job))
     inserted = iter(
-        _insert(connection, [job for job, new in zip(jobs, is_new, strict=True) if new])
+        _insert(connection, [job for job, new in zip(jobs, is_new, strict=True) if new], reserve)
     )
     added: list[tuple[Row, bool]] = []
     for job, new in zip(jobs, is_new, strict=True):
@@ -69,11 +70,12 @@ def live_of(connection: Connection, jobs: Sequence[NewJob]) -> dict[Name, Row]:
     return {(row.kind, row.key): row for row in rows}
 
 
-def _insert(connection: Connection, jobs: Sequence[NewJob]) -> list[Row]:
+def _insert(
+    connection: Connection, jobs: Sequence[NewJob], reserve: Callable[[int], int]
+) -> list[Row]:
     if not jobs:
         return []
-    [(next_id,)] = connection.execute(_RESERVE, (len(jobs),))
-    rows = [_new_row(id, job) for id, job in enumerate(jobs, next_id - len(jobs))]
+    rows = [_new_row(id, job) for id, job in enumerate(jobs, reserve(len(jobs)))]
     for chunk in chunks(list(zip(rows, jobs, strict=True))):
         values = [
             (

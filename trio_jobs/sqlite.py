@@ -157,6 +157,8 @@ class SqliteStore:
         self._real_path = path
         self._name = ""
         self._owners = Owners(None, self.is_dead)
+        self._batch = 0
+        """That of the transaction, once it is marked."""
         self._next_tidy = _MAX_LOG
         self._tidied_at: Instant = 0
         self._is_pinned = False
@@ -297,13 +299,14 @@ class SqliteStore:
             finally:
                 self._is_waiting = False
             self._has_lock = True
+            self._batch = 0
             try:
                 self._owners.begin()
                 changes = connection.total_changes
                 yield
                 if connection.total_changes == changes:
                     return  # rolled back, so that nothing is written to the log
-                self._commit(self._mark())
+                self._commit()
                 self._owners.committed()
             finally:
                 _roll_back(connection)
@@ -321,13 +324,11 @@ class SqliteStore:
         return connection
 
     @_verb("committing")
-    def _mark(self) -> Marker:
-        [(batch,)] = self._in_transaction().execute(_MARK, (self._name,))
-        return (self._name, batch)
-
-    @_verb("committing")
-    def _commit(self, mark: Marker) -> None:
+    def _commit(self) -> None:
         connection = self._in_transaction()
+        if not self._batch:
+            self._mark()
+        mark = (self._name, self._batch)
         try:
             connection.execute("COMMIT")
             return
@@ -345,9 +346,14 @@ class SqliteStore:
         unknown.is_outcome_unknown = True
         raise unknown from failed
 
+    def _mark(self, ids: int = 0) -> int:
+        """Put the transaction's own mark in the file, and take so many ids; returns the first."""
+        [(self._batch, next_id)] = self._in_transaction().execute(_MARK, (self._name, ids))
+        return int(next_id) - ids
+
     @_verb("adding jobs")
     def add(self, jobs: Sequence[NewJob]) -> list[tuple[Row, bool]]:
-        return _writes.add(self._in_transaction(), jobs)
+        return _writes.add(self._in_transaction(), jobs, self._mark)
 
     @_verb("adding a job on the application's connection")
     def add_on(self, connection: object, job: NewJob) -> tuple[Row, bool]:
@@ -361,8 +367,13 @@ class SqliteStore:
         # A write comes first: before it sqlite3 begins the application's transaction, and with
         # the lock it takes, what is read after it stays true.
         application.execute(_WRITE_NOTHING)
+
+        def reserve(ids: int) -> int:
+            [(next_id,)] = application.execute(_RESERVE, (ids,))
+            return int(next_id) - ids
+
         try:
-            [added] = _writes.add(application, [job])
+            [added] = _writes.add(application, [job], reserve)
         except Conflict:
             # No transaction around the two statements: another's insert came between them.
             live = _writes.live_of(application, [job])
@@ -582,7 +593,12 @@ class SqliteStore:
         return _like(error, f"{self._path}: {doing}: {error}")
 
 
-_MARK: Final = "UPDATE trio_jobs_meta SET writer = ?, batch = batch + 1 RETURNING batch"
+_MARK: Final = """
+UPDATE trio_jobs_meta SET writer = ?, batch = batch + 1, next_id = next_id + ?
+RETURNING batch, next_id
+"""
+
+_RESERVE: Final = "UPDATE trio_jobs_meta SET next_id = next_id + ? RETURNING next_id"
 
 _WRITE_NOTHING: Final = "UPDATE trio_jobs_meta SET one = 1 WHERE one = 0"
 
