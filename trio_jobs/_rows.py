@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, TypeVar, cast
@@ -103,8 +104,13 @@ def code_of(row: Row) -> int:
 
 def many(sql: str, rows: Sequence[Sequence[Value]]) -> tuple[str, list[Value]]:
     """Put as many rows of parameters in the statement's place for VALUES."""
-    row = "(" + ", ".join("?" * len(rows[0])) + ")"
-    return sql.format(rows="VALUES " + ", ".join([row] * len(rows))), [*itertools.chain(*rows)]
+    return _with_rows(sql, len(rows), len(rows[0])), [*itertools.chain(*rows)]
+
+
+@functools.cache  # so few there are: `chunks`
+def _with_rows(sql: str, rows: int, columns: int) -> str:
+    row = "(" + ", ".join("?" * columns) + ")"
+    return sql.format(rows="VALUES " + ", ".join([row] * rows))
 
 
 def chunks(items: Sequence[T]) -> Iterator[Sequence[T]]:
