@@ -38,7 +38,10 @@ def add(
     connection: Connection, jobs: Sequence[NewJob], reserve: Callable[[int], int]
 ) -> list[tuple[Row, bool]]:
     """`reserve` gives the first of so many new ids; called if there is anything to insert."""
-    holders = live_of(connection, jobs)
+    keyed = [job for job in jobs if job.key is not None]
+    if not keyed:
+        return [(row, True) for row in _insert(connection, jobs, reserve)]
+    holders = live_of(connection, keyed)
     names = set(holders)
     is_new: list[bool] = []
     for job in jobs:
@@ -76,23 +79,9 @@ def _insert(
     if not jobs:
         return []
     rows = [_new_row(id, job) for id, job in enumerate(jobs, reserve(len(jobs)))]
-    for chunk in chunks(list(zip(rows, jobs, strict=True))):
-        values = [
-            (
-                row.id,
-                row.kind,
-                code_of(row),
-                row.priority,
-                row.key,
-                row.enqueued_at,
-                row.run_at,
-                row.deadline,
-                job.raw,
-                job.payload,
-            )
-            for row, job in chunk
-        ]
-        connection.execute(*many(_INSERT, values))
+    values = [_new_values(row, job) for row, job in zip(rows, jobs, strict=True)]
+    for chunk in chunks(values):
+        connection.execute(*many(_INSERT, chunk))
     return rows
 
 
@@ -115,6 +104,21 @@ def _new_row(id: int, job: NewJob) -> Row:
         finished_at=None,
         result=None,
         failure=None,
+    )
+
+
+def _new_values(row: Row, job: NewJob) -> tuple[Value, ...]:
+    return (
+        row.id,
+        row.kind,
+        code_of(row),
+        row.priority,
+        row.key,
+        row.enqueued_at,
+        row.run_at,
+        row.deadline,
+        job.raw,
+        job.payload,
     )
 
 
