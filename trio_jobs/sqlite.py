@@ -594,7 +594,7 @@ class SqliteStore:
 
 
 _MARK: Final = """
-UPDATE trio_jobs_meta SET writer = ?, batch = batch + 1, next_id = next_id + ?
+UPDATE trio_jobs_meta SET writer = ?, batch = batch + 1, next_id = next_id + ? WHERE one = 1
 RETURNING batch, next_id
 """
 
