@@ -17,13 +17,9 @@ _MAX_PAST: Final = 100
 """How many past starts of a job are kept."""
 
 _INSERT: Final = """
-WITH new(id, kind, state, priority, key, enqueued_at, run_at, deadline, is_raw, payload)
-AS ({rows})
 INSERT INTO trio_jobs_job
     (id, kind, state, priority, key, enqueued_at, run_at, deadline, payload)
-SELECT id, kind, state, priority, key, enqueued_at, run_at, deadline,
-    CASE WHEN is_raw THEN payload ELSE CAST(payload AS TEXT) END
-FROM new
+{rows}
 """
 
 _LIVE: Final = f"""
@@ -117,8 +113,7 @@ def _new_values(row: Row, job: NewJob) -> tuple[Value, ...]:
         row.enqueued_at,
         row.run_at,
         row.deadline,
-        job.raw,
-        job.payload,
+        job.payload if job.raw else job.payload.decode(),
     )
 
 
