@@ -87,9 +87,10 @@ class Bridge:
         self._checkpointer: threading.Thread | None = None
         self._flush_is_due = False
         self.is_closed = False
+        self.is_inherited = False
+        """We are in a process that was forked since: no thread works for us here."""
         self._in_flight = 0
         self._quiet: trio.Event | None = None
-        self._pid = os.getpid()
         _open_bridges.add(self)
 
     async def open(self) -> None:
@@ -188,11 +189,6 @@ class Bridge:
             return trio.lowlevel.Abort.SUCCEEDED
 
         return await _parked(write, abort)
-
-    @property
-    def is_inherited(self) -> bool:
-        """We are in a process that was forked after `open`: no thread works for us here."""
-        return os.getpid() != self._pid
 
     def raise_if_elsewhere(self) -> None:
         """Raise `RuntimeError` in another `trio.run` than the one that opened it."""
@@ -479,3 +475,12 @@ def bridges_here() -> list[Bridge]:
 
 
 _open_bridges: weakref.WeakSet[Bridge] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for bridge in _open_bridges:
+        bridge.is_inherited = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
