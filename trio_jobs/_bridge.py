@@ -137,11 +137,13 @@ class Bridge:
     # Writing. The verbs of the store that wait for a commit, or for the lock.
 
     async def add(
-        self, jobs: Sequence[NewJob], claims: Callable[[], Sequence[Write]] = tuple
+        self,
+        jobs: Sequence[NewJob],
+        claims_for: Callable[[Sequence[NewJob]], Sequence[Write]] | None = None,
     ) -> list[tuple[Row, bool]]:
-        """What `claims` makes goes into the same transaction, and so takes these jobs without
-        another one. It is only called when nothing stands in the way any more."""
-        result: list[tuple[Row, bool]] = await self._write("add", jobs, claims=claims)
+        """What `claims_for` makes goes into the same transaction, and so takes these jobs
+        without another one. It is only called when nothing stands in the way any more."""
+        result: list[tuple[Row, bool]] = await self._write("add", jobs, claims_for=claims_for)
         return result
 
     async def apply(
@@ -208,13 +210,14 @@ class Bridge:
         verb: Verb,
         items: Any,
         done: Done | None = None,
-        claims: Callable[[], Sequence[Write]] = tuple,
+        claims_for: Callable[[Any], Sequence[Write]] | None = None,
     ) -> Any:
         self.raise_if_closed()
         self.raise_if_elsewhere()
         await trio.lowlevel.checkpoint_if_cancelled()
         write = Write(verb, items, done)
-        self.submit(write, *claims())
+        claims = () if claims_for is None else claims_for(items)
+        self.submit(write, *claims)
 
         def abort(_: Any) -> trio.lowlevel.Abort:
             # Taken into a transaction it will have an outcome, and the caller gets to know it.

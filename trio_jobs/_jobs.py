@@ -258,7 +258,7 @@ class Jobs:
         now = self._clock.now()
         due = self._due(now, delay, run_at)
         job = self._new_job(kind, payload, now, due, deadline, priority, key)
-        [(row, _)] = await self._add([job])
+        [(row, _)] = await self._bridge.add([job], self._claims_for)
         return Job(row, kind.result_codec)
 
     async def enqueue_many(
@@ -286,7 +286,8 @@ class Jobs:
             self._new_job(kind, payload, now, due, deadline, priority, key)
             for payload, key in zip(payloads, its_keys, strict=True)
         ]
-        return [Job(row, kind.result_codec) for row, _ in await self._add(jobs)]
+        added = await self._bridge.add(jobs, self._claims_for)
+        return [Job(row, kind.result_codec) for row, _ in added]
 
     def enqueue_on(
         self,
@@ -498,11 +499,8 @@ class Jobs:
             key=None if key is None else storable(key, "key"),
         )
 
-    async def _add(self, jobs: Sequence[NewJob]) -> list[tuple[Row, bool]]:
-        def claims() -> list[Write]:
-            return [claim for watcher in self._watchers for claim in watcher.claims_for(jobs)]
-
-        return await self._bridge.add(jobs, claims)
+    def _claims_for(self, jobs: Sequence[NewJob]) -> list[Write]:
+        return [claim for watcher in self._watchers for claim in watcher.claims_for(jobs)]
 
     def _tell(self, rows: Sequence[Row]) -> None:
         self._hub.tell(rows)
