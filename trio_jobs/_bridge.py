@@ -326,6 +326,7 @@ class Bridge:
                 self._token.run_sync_soon(self._deliver, batch)
             except trio.RunFinishedError:
                 return  # the loop ended without closing us: nobody is left to be told
+            del batch  # until the next one there may be a day, and payloads may be large
             self._tidy()
 
     def _take(self) -> list[Write]:

@@ -79,16 +79,20 @@ class Ends:
                 number = len(self._endings)
                 await trio.lowlevel.cancel_shielded_checkpoint()
             self._is_woken = False
-            endings, self._endings = self._endings, []
-            writes = list(self._claims())
-            if endings:
-                end = Write("apply", [ending.change for ending in endings])
-                end.done = functools.partial(self._answered, endings)
-                writes.insert(0, end)
-            if writes:
-                self._engine.bridge.submit(*writes)
-            self._handed_over()
+            self._hand_over()
             await trio.lowlevel.cancel_shielded_checkpoint()
+
+    # Not a part of the loop: that sleeps, and would keep the last rows and their results.
+    def _hand_over(self) -> None:
+        endings, self._endings = self._endings, []
+        writes = list(self._claims())
+        if endings:
+            end = Write("apply", [ending.change for ending in endings])
+            end.done = functools.partial(self._answered, endings)
+            writes.insert(0, end)
+        if writes:
+            self._engine.bridge.submit(*writes)
+        self._handed_over()
 
     def _answered(self, endings: Sequence[Ending], result: outcome.Outcome[Any]) -> None:
         """Called before anybody who waits for these jobs is woken, and before a pool hears that

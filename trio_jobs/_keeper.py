@@ -81,22 +81,20 @@ class Keeper:
                 held = await self._bridge.renew([one.fence for one in keep], now + self._lease)
             except StoreError as error:
                 self._met_trouble(error, "leases could not be renewed")
-                for one in keep:
-                    if self._clock.now() >= one.lease_until:
-                        one.stop(Stop.FENCE)
+                self._fence(keep)
                 await trio.sleep(repeat)
                 repeat = min(2 * repeat, LONGEST_REPEAT, self._lease / MICROSECONDS / 12)
             else:
                 repeat = FIRST_REPEAT
                 self._renewed(keep, held, now)
+            keep.clear()  # they may have ended long before the next ones are due
 
     @trio.lowlevel.enable_ki_protection
     async def watch_limits(self) -> None:
         """Stop each handler whose timeout, deadline or fence has passed."""
         while True:
             now = self._clock.now()
-            for one in self.handling():
-                one.check(now)
+            self._check(now)
             limits = [one.next_limit(now) for one in self.handling()]
             first, self._first_limit = self._first_limit, None
             limit = min((limit for limit in limits if limit is not None), default=first)
@@ -104,6 +102,17 @@ class Keeper:
             late = self._limit.late
             if late * MICROSECONDS > self._lease // 6:
                 _log.warning("the event loop was blocked for %.1f s; leases may be lost", late)
+
+    # Functions of their own, so that the loops, while they sleep, keep nothing that has ended.
+
+    def _check(self, now: Instant) -> None:
+        for one in self.handling():
+            one.check(now)
+
+    def _fence(self, kept: Sequence[Execution]) -> None:
+        for one in kept:
+            if self._clock.now() >= one.lease_until:
+                one.stop(Stop.FENCE)
 
     def _kept(self) -> list[Execution]:
         # One that has lost its lease may go on cleaning up, but has nothing left to renew.
