@@ -137,6 +137,46 @@ async def forever(attempt: Attempt[Any, Any]) -> None:
     await trio.sleep_forever()
 
 
+# Cancelling.
+
+
+class CancelAfterSteps(trio.abc.Instrument):
+    """Cancels a scope after so many steps of one task."""
+
+    def __init__(self, steps: int) -> None:
+        self.scope = trio.CancelScope()
+        self.steps_left = steps
+        self.task: trio.lowlevel.Task | None = None
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        if task is self.task:
+            self.steps_left -= 1
+            if self.steps_left == 0:
+                self.scope.cancel()
+
+
+async def is_cancelled_after(
+    steps: int, call: Callable[[], Awaitable[object]]
+) -> tuple[bool, bool]:
+    """Run the call and cancel it after so many steps: (was it cancelled, was there time)."""
+    instrument = CancelAfterSteps(steps)
+
+    async def run() -> None:
+        instrument.task = trio.lowlevel.current_task()
+        with instrument.scope:
+            await call()
+
+    if steps == 0:
+        instrument.scope.cancel()
+    trio.lowlevel.add_instrument(instrument)
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run)
+    finally:
+        trio.lowlevel.remove_instrument(instrument)
+    return instrument.scope.cancelled_caught, instrument.steps_left <= 0
+
+
 # Looking at rows.
 
 

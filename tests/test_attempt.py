@@ -7,6 +7,7 @@ import logging
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from stories import (
     Script,
     Trouble,
     abandon,
+    assert_no_transaction_is_open,
     at,
     finished,
     forever,
+    is_cancelled_after,
     make_store,
     now,
     outcomes,
@@ -47,6 +50,7 @@ from trio_jobs import (
     State,
     StoreBusy,
     constant,
+    testing,
 )
 from trio_jobs._model import Change
 
@@ -556,6 +560,42 @@ async def test_a_published_result_is_seen_at_once_and_by_the_next_attempt(
 
     assert seen == [None, [1], [1], [1, 2], [1, 2], [1, 2, 3]]
     assert (ended.state, ended.result) == (State.DEAD, [1, 2, 3])
+
+
+async def test_M4_publishing_cancelled_at_any_point_took_place_if_it_returned_and_only_then(
+    store: SqliteStore, autojump_clock: MockClock
+) -> None:
+    """The handler goes on after it, and nothing is open meanwhile."""
+    returned: list[bool] = []
+    seen: list[tuple[int, object]] = []
+
+    async def publish(attempt: Attempt[int, int]) -> int:
+        was_in_time = True
+        while was_in_time:
+            number = len(returned)
+            before = (await row_of(jobs, attempt.job_id)).result
+            was_cancelled, was_in_time = await is_cancelled_after(
+                number, partial(attempt.publish, number)
+            )
+            returned.append(not was_cancelled)
+            after = (await row_of(jobs, attempt.job_id)).result
+            seen.append((number, after if after != before else None))
+            assert attempt.published == (None if after is None else int(after))
+            await testing.settled()  # the runner may be just looking for more
+            assert_no_transaction_is_open(store)
+        return -1
+
+    async with (
+        trio_jobs.open_jobs(store) as jobs,
+        serving(jobs, good.handled_by(publish)) as runner,
+    ):
+        [job] = await finished(jobs, await jobs.enqueue(good, 1))
+        statistics = runner.statistics()
+
+    assert (job.state, job.result, statistics.trouble) == (State.SUCCEEDED, -1, None)
+    assert [of is not None for _, of in seen] == returned
+    assert not returned[0]
+    assert returned[-1]
 
 
 async def test_a_published_value_that_does_not_fit_raises_in_the_handler_and_is_not_stored(

@@ -18,6 +18,7 @@ import outcome
 import pytest
 import trio
 import trio.testing
+from stories import is_cancelled_after
 from trio.testing import MockClock
 
 import trio_jobs
@@ -579,43 +580,6 @@ async def test_whoever_stops_waiting_for_what_was_submitted_does_not_stop_it(
     assert keys == ["first", "second"]
 
 
-class CancelAfterSteps(trio.abc.Instrument):
-    """Cancels a scope after so many steps of one task."""
-
-    def __init__(self, steps: int) -> None:
-        self.scope = trio.CancelScope()
-        self.steps_left = steps
-        self.task: trio.lowlevel.Task | None = None
-
-    def after_task_step(self, task: trio.lowlevel.Task) -> None:
-        if task is self.task:
-            self.steps_left -= 1
-            if self.steps_left == 0:
-                self.scope.cancel()
-
-
-async def is_cancelled_after(
-    steps: int, call: Callable[[], Awaitable[object]]
-) -> tuple[bool, bool]:
-    """Run the call and cancel it after so many steps: (was it cancelled, was there time)."""
-    instrument = CancelAfterSteps(steps)
-
-    async def run() -> None:
-        instrument.task = trio.lowlevel.current_task()
-        with instrument.scope:
-            await call()
-
-    if steps == 0:
-        instrument.scope.cancel()
-    trio.lowlevel.add_instrument(instrument)
-    try:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(run)
-    finally:
-        trio.lowlevel.remove_instrument(instrument)
-    return instrument.scope.cancelled_caught, instrument.steps_left <= 0
-
-
 async def _keys(jobs: Jobs, start: str) -> int:
     return sum((job.key or "").startswith(start) for job in await jobs.find(limit=10_000))
 
@@ -698,6 +662,36 @@ async def test_M4_a_call_cancelled_at_any_point_took_place_if_it_returned_and_on
     assert returned[-1]
 
 
+@pytest.mark.parametrize("name", CALLS)
+async def test_M4_a_call_cancelled_in_the_middle_of_its_transaction_returns_what_it_did(
+    gated: GatedStore, tmp_path: Path, name: str
+) -> None:
+    call, look, _, present = CALLS[name]
+    scope = trio.CancelScope()
+    returned: list[object] = []
+
+    async with trio_jobs.open_jobs(gated) as jobs:
+        job = await jobs.enqueue(kind, 0)
+        if name == "retry":
+            await jobs.cancel(job)
+
+        async def run() -> None:
+            with scope:
+                returned.append(await call(jobs, job, "under way"))
+
+        async with gated.closed_gate(run):
+            scope.cancel()
+            await trio.testing.wait_all_tasks_blocked()
+            returned_before = list(returned)
+
+        assert await look(jobs, job, "under way") == present
+        write_from_outside(gated, tmp_path / "jobs.db")
+
+    assert returned_before == []
+    assert len(returned) == 1
+    assert not scope.cancelled_caught
+
+
 READS: dict[str, Call] = {
     "get": lambda jobs, job, name: jobs.get(job),
     "find": lambda jobs, job, name: jobs.find(),
@@ -728,6 +722,37 @@ async def test_M4_a_read_cancelled_at_any_point_leaves_nothing_behind(
                 write_from_outside(store, tmp_path / "jobs.db")
 
     assert steps >= 3
+
+
+async def test_M4_a_wait_cancelled_at_any_point_while_its_job_ends_leaves_nothing_behind(
+    store: SqliteStore,
+) -> None:
+    returned: list[bool] = []
+    was_in_time = True
+
+    async with trio_jobs.open_jobs(store) as jobs:
+
+        async def wait() -> None:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(end)
+                waited = await jobs.wait_finished(job)
+            assert waited.state is State.CANCELLED
+
+        async def end() -> None:
+            with trio.CancelScope(shield=True):
+                await jobs.cancel(job)
+
+        while was_in_time:
+            job = await jobs.enqueue(kind, 0)
+            was_cancelled, was_in_time = await is_cancelled_after(len(returned), wait)
+            returned.append(not was_cancelled)
+
+            assert await _state(jobs, job) is State.CANCELLED
+            assert not jobs._waiters
+            await testing.settled()  # who waits also has the log watched, which may go on
+
+    assert not returned[0]
+    assert returned[-1]
 
 
 async def test_M4_50_tasks_that_are_cancelled_at_random_disturb_nobody(

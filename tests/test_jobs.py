@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
+from stories import is_cancelled_after
 from trio.testing import MockClock, assert_checkpoints
 
 import trio_jobs
@@ -40,6 +41,8 @@ from trio_jobs import (
     State,
     StateError,
     StoreError,
+    _drivers,
+    _hub,
     testing,
 )
 from trio_jobs._drivers import Connection, Record, Values
@@ -330,6 +333,35 @@ BAD_KEYS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"key": b"k"}, TypeError, "key must be a str"),
     ({"key": "\ud800"}, ValueError, "key has a lone surrogate"),
 ]
+
+
+async def test_M4_opening_and_closing_cancelled_at_any_point_leaves_nothing_behind(
+    store: SqliteStore, autojump_clock: MockClock
+) -> None:
+    """Neither a thread nor a connection nor a held clock, and it can be opened again at once."""
+    returned: list[Job[int]] = []
+    steps, was_in_time = 0, True
+
+    async def use() -> None:
+        async with trio_jobs.open_jobs(store) as jobs:
+            returned.append(await jobs.enqueue(number, steps, key=f"step {steps}"))
+
+    while was_in_time:
+        was_cancelled, was_in_time = await is_cancelled_after(steps, use)
+
+        assert not [one for one in threading.enumerate() if "trio_jobs" in one.name], steps
+        assert (store._writer, store._reader, store._checkpointer) == (None, None, None), steps
+        assert (_drivers._open, _hub._hubs) == ({}, {}), steps
+        assert autojump_clock.autojump_threshold == 0, steps
+        async with trio_jobs.open_jobs(store) as again:
+            stored = [] if store.inline else [job.key for job in await again.find(limit=1000)]
+        if not store.inline:
+            assert stored == [job.key for job in returned], steps
+        steps += 1
+
+    assert steps > 3
+    assert returned
+    assert not was_cancelled
 
 
 @pytest.mark.parametrize(("options", "error", "text"), BAD_OPTIONS + BAD_KEYS, ids=str)
