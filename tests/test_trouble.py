@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import sqlite3
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -321,6 +322,66 @@ async def test_L7_half_a_minute_of_trouble_is_a_few_lines_in_the_log(
     assert 1 <= len(lines) <= 10
     assert {(job.state, job.attempt) for job in ended} == {(State.SUCCEEDED, 1)}
     assert (after.started, after.succeeded, after.lost, after.trouble) == (17, 17, 0, None)
+
+
+class CountsTransactions(SqliteStore):
+    """Counts how often somebody wants to write."""
+
+    begun = 0
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        self.begun += 1
+        with super().transaction():
+            yield
+
+
+@pytest.mark.parametrize(
+    ("lasts", "attempt"), [(30, 1), (80, 2)], ids=["a while", "beyond the lease"]
+)
+async def test_M5_on_a_full_disk_callers_are_told_and_what_is_in_hand_gets_its_end(
+    autojump_clock: MockClock,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    lasts: float,
+    attempt: int,
+) -> None:
+    large = Kind("large", None, str)
+    may_end = trio.Event()
+
+    async def handle(attempt: Attempt[None, str]) -> str:
+        await may_end.wait()
+        return "x" * 100_000  # an end that needs space
+
+    store = CountsTransactions(tmp_path / "jobs.db")
+    async with (
+        trio_jobs.open_jobs(store) as jobs,
+        serving(jobs, large.handled_by(handle), workers=4, lease=60) as runner,
+    ):
+        in_hand = await jobs.enqueue_many(large, [None] * 4)
+        await eventually(lambda: runner.statistics().running == 4)
+        assert store._writer is not None
+        [(pages,)] = store._writer.execute("PRAGMA page_count")
+        store._writer.execute(f"PRAGMA max_page_count = {pages}")
+        may_end.set()
+        await eventually(lambda: runner.statistics().trouble is not None)
+        before = store.begun
+        with pytest.raises(StoreError, match="adding jobs: database or disk is full"):
+            await jobs.enqueue_many(plain, [None] * 10_000)
+        await trio.sleep(lasts)
+        trouble, tries = runner.statistics().trouble, store.begun - before
+        lines = warnings_of(caplog)
+        store._writer.execute("PRAGMA max_page_count = 1000000")
+        ended = await finished(jobs, *in_hand)
+        everything = await jobs.find()
+
+    assert attempt > 1 or (trouble is not None and "database or disk is full" in trouble)
+    assert tries <= 4 * lasts, "it is tried again, but not all the time"
+    assert 1 <= len(lines) <= 10
+    assert {(job.state, job.attempt) for job in ended} == {(State.SUCCEEDED, attempt)}
+    assert [job.id for job in everything] == [job.id for job in in_hand]
+    with contextlib.closing(sqlite3.connect(tmp_path / "jobs.db")) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
 async def test_L7_trouble_that_comes_again_is_told_again(
