@@ -9,7 +9,7 @@ from __future__ import annotations
 from ._clock import microseconds
 from ._model import Claim, Claimed, Instant, Row
 from ._pace import MAX_WAIT
-from ._retry import FIRST_REPEAT, LONGEST_REPEAT
+from ._retry import Repeats
 
 
 class Agenda:
@@ -29,7 +29,7 @@ class Agenda:
         self._heard_due: Instant | None = None
         self._heard_deadline: Instant | None = None
         self._repeat_at: Instant | None = None
-        self._repeat = FIRST_REPEAT
+        self._repeats = Repeats()
 
     def heard_due(self, row: Row, now: Instant) -> None:
         """A served row was queued."""
@@ -49,7 +49,8 @@ class Agenda:
         self._heard_due = self._heard_deadline = None
 
     def claim_was_answered(self, claim: Claim, claimed: Claimed) -> None:
-        self._repeat, self._repeat_at = FIRST_REPEAT, None
+        self._repeats.reset()
+        self._repeat_at = None
         self.is_hungry = self.is_hungry or claimed.more
         self.is_lost_waiting = claimed.lost_waiting
         self._deadline = earliest(claimed.next_deadline, self._heard_deadline)
@@ -61,8 +62,7 @@ class Agenda:
     def claim_was_refused(self, now: Instant) -> None:
         """The store failed; leave it alone for a while, longer each time."""
         self.is_hungry = True
-        self._repeat_at = now + microseconds(self._repeat)
-        self._repeat = min(2 * self._repeat, LONGEST_REPEAT)
+        self._repeat_at = now + microseconds(self._repeats.next())
 
     def may_claim(self, now: Instant) -> bool:
         """Nothing speaks against it."""

@@ -25,7 +25,7 @@ from ._errors import LeaseLost, PayloadError, StoreError
 from ._kinds import Handler, Kind
 from ._lifecycle import End
 from ._model import Change, ClaimedJob, Failure, Fence, Instant, Refused, Row, State
-from ._retry import FIRST_REPEAT, LONGEST_REPEAT
+from ._retry import Repeats
 
 if TYPE_CHECKING:
     from ._jobs import Jobs
@@ -156,9 +156,10 @@ class Execution:
 
     __slots__ = (
         "_host",
+        "_is_last_try",
         "_may_be_written",
         "_payload",
-        "_repeat",
+        "_repeats",
         "_scope",
         "_stops",
         "_timeout_at",
@@ -203,7 +204,8 @@ class Execution:
         self._stops: set[Stop] = set()
         self._timeout_at: Instant | None = None
         self._may_be_written = False
-        self._repeat = FIRST_REPEAT
+        self._is_last_try = False
+        self._repeats: Repeats | None = None
 
     @property
     def lease_until(self) -> Instant:
@@ -346,7 +348,7 @@ class Execution:
         """The store refused. True: after `wait_for_store` it is tried again. False: the lease is
         over, and the row belongs to whoever claims it."""
         self._may_be_written = self._may_be_written or error.is_outcome_unknown
-        if self._repeat > 0:
+        if not self._is_last_try:
             return True
         self.is_over = True
         _log.error("%s: its end could not be written, given up: %s", self, error)
@@ -355,8 +357,9 @@ class Execution:
     async def wait_for_store(self) -> None:
         """Longer each time, and at most until the lease ends: then it is tried once more."""
         left = (self.lease_until - self._host.clock.now()) / MICROSECONDS
-        await trio.sleep(max(0, min(self._repeat, left)))
-        self._repeat = min(2 * self._repeat, LONGEST_REPEAT) if left > 0 else 0
+        self._repeats = self._repeats or Repeats()
+        await trio.sleep(max(0, min(self._repeats.next(), left)))
+        self._is_last_try = left <= 0
 
     async def _publish(self, value: object) -> None:
         codec = self.handler.kind.result_codec

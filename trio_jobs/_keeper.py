@@ -15,7 +15,7 @@ from ._bridge import Bridge
 from ._clock import MICROSECONDS, Alarm, Clock
 from ._errors import StoreError
 from ._model import Fence, Instant
-from ._retry import FIRST_REPEAT, LONGEST_REPEAT
+from ._retry import LONGEST_REPEAT, Repeats
 
 _log = logging.getLogger("trio_jobs")
 
@@ -67,7 +67,7 @@ class Keeper:
     @trio.lowlevel.enable_ki_protection
     async def keep_leases(self) -> None:
         """Renew every lease when a third of it is over."""
-        repeat = FIRST_REPEAT
+        repeats = Repeats(min(LONGEST_REPEAT, self._lease / MICROSECONDS / 12))
         while True:
             first, self._first_renewal = self._first_renewal, None
             due = min((self._renewal_of(one) for one in self._kept()), default=first)
@@ -82,10 +82,9 @@ class Keeper:
             except StoreError as error:
                 self._met_trouble(error, "leases could not be renewed")
                 self._fence(keep)
-                await trio.sleep(repeat)
-                repeat = min(2 * repeat, LONGEST_REPEAT, self._lease / MICROSECONDS / 12)
+                await trio.sleep(repeats.next())
             else:
-                repeat = FIRST_REPEAT
+                repeats.reset()
                 self._renewed(keep, held, now)
             keep.clear()  # they may have ended long before the next ones are due
 
