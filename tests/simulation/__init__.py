@@ -1,0 +1,7 @@
+"""Runs in which everything is decided by chance, or everything is tried in turn, and judges who see
+only the evidence.
+
+    evidence     what clients, handlers and the file itself saw
+    timeline     the same, by job and claim
+    invariants   what must be true of every run (row_, claim_ and run_invariants)
+"""

@@ -1,0 +1,60 @@
+"""What must be true of every run, as small judges over the evidence. They know nothing of how it
+was made, and none of them takes the library's own word.
+
+Each is a function of the timeline that gives a sentence for everything that is wrong; its
+docstring is the promise. They are in `row_invariants`, `claim_invariants` and `run_invariants`.
+I12 is about schedules, which there are none of yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from . import claim_invariants as claims, row_invariants as rows, run_invariants as runs
+from .evidence import Evidence
+from .timeline import Found, Timeline
+
+
+@dataclass(frozen=True)
+class Violation:
+    invariant: str
+    job: int | None
+    """The job whose evidence shows it, if it is about one."""
+    text: str
+
+    def __str__(self) -> str:
+        about = "" if self.job is None else f"job {self.job}: "
+        return f"{self.invariant}: {about}{self.text}"
+
+
+CHECKERS: Final[dict[str, Callable[[Timeline], Found]]] = {
+    "I1": rows.nothing_is_lost,
+    "I2": rows.an_end_is_an_end,
+    "I3": rows.numbers_are_right,
+    "I4": claims.starts_are_counted,
+    "I5": claims.nobody_takes_what_is_held,
+    "I6": claims.writes_are_fenced,
+    "I7": claims.results_are_of_their_claim,
+    "I8": claims.leases_are_of_the_running,
+    "I9": runs.answers_are_true,
+    "I10": claims.a_stop_leaves_nothing,
+    "I11": rows.a_key_has_one_live_job,
+    "I13": claims.nothing_starts_after_its_deadline,
+    "I14": runs.nobody_is_left_in_a_transaction,
+    "I15": runs.nothing_fails_by_itself,
+    "I16": runs.everything_ends,
+    "I17": runs.the_file_is_sound,
+    "I18": runs.nothing_is_told,
+}
+
+
+def check_all(evidence: Evidence) -> list[Violation]:
+    """All that is wrong, in the order of the invariants."""
+    timeline = Timeline(evidence)
+    return [
+        Violation(name, job, text)
+        for name, check in CHECKERS.items()
+        for job, text in check(timeline)
+    ]

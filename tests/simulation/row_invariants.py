@@ -1,0 +1,149 @@
+"""Promises about rows: I1 nothing is lost, I2 an end is an end, I3 the numbers, I11 the keys."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Final
+
+from .evidence import Call, Image, Step
+from .timeline import Found, Timeline, is_retry
+
+
+def nothing_is_lost(timeline: Timeline) -> Found:
+    """I1: every acknowledged enqueue has its row, an unknown one has one or none (of several all
+    or none), a refused one has none; there are no other rows, and only ended ones are removed."""
+    expected: set[str] = set()
+    for call in timeline.evidence.history.calls:
+        expected.update(call.payloads)
+        inserted = [timeline.inserts.get(payload, []) for payload in call.payloads]
+        if any(len(steps) > 1 for steps in inserted):
+            yield None, f"{call.verb} of {call.payloads} inserted one of them twice"
+        ids = [steps[0].job if steps else None for steps in inserted]
+        if call.outcome == "fail" and any(ids):
+            yield next(filter(None, ids)), f"{call.verb} was refused ({call.error}) and inserted"
+        elif call.outcome == "unknown" and any(ids) and not all(ids) and not any(call.keys):
+            yield next(filter(None, ids)), f"{call.verb} of {call.payloads} was done by half"
+        elif call.outcome == "ok" and call.payloads:
+            yield from _is_there(timeline, call, ids)
+    for payload, steps in timeline.inserts.items():
+        if payload not in expected:
+            yield steps[0].job, f"nobody asked for its payload {payload}"
+    rest = timeline.evidence.rest
+    for job, steps in timeline.steps.items():
+        for step in steps:
+            if step.after is None and (step.before is None or not step.before.is_final):
+                yield job, "was removed before it had ended"
+        last = steps[-1].after
+        if rest is not None and rest.states.get(job) != (last and last.state):
+            yield job, f"is {rest.states.get(job)} in the end, its last change says {last}"
+    for job in set() if rest is None else rest.states.keys() - timeline.steps.keys():
+        yield job, "was never inserted"
+
+
+def _is_there(timeline: Timeline, call: Call, ids: list[int | None]) -> Found:
+    if len(call.ids) != len(ids):
+        yield None, f"{call.verb} of {call.payloads} returned the jobs {call.ids}"
+        return
+    keys = call.keys or (None,) * len(ids)
+    for payload, key, returned, inserted in zip(call.payloads, keys, call.ids, ids, strict=True):
+        if inserted == returned:
+            continue
+        holders = timeline.images(returned, call.invoked_at, call.answered_at)
+        if key is None:
+            yield returned, f"{call.verb} of {payload} was acknowledged, and inserted {inserted}"
+        elif inserted is not None or not any(
+            image is not None and (image.kind, image.key) == (call.kind, key) and not image.is_final
+            for image in holders
+        ):
+            yield (
+                returned,
+                f"{call.verb} with key {key!r} gave it for {payload}, it had not the key",
+            )
+
+
+_MOVES: Final = {
+    None: {"queued"},
+    "queued": {"queued", "running", "cancelled", "failed"},
+    "running": {"running", "queued", "succeeded", "failed", "dead", "cancelled"},
+    "succeeded": set[str](),
+    "failed": {"queued"},
+    "dead": {"queued"},
+    "cancelled": {"queued"},
+}
+
+
+def an_end_is_an_end(timeline: Timeline) -> Found:
+    """I2: one final state a life; what has ended never changes but by a retry by hand, which
+    somebody asked for."""
+    retries = [call for call in timeline.evidence.history.calls if call.verb == "retry"]
+    resolution = timeline.evidence.resolution
+    for job, steps in timeline.steps.items():
+        for step in steps:
+            before, after = step.before, step.after
+            if after is None:
+                continue
+            if after.state not in _MOVES[None if before is None else before.state]:
+                yield job, f"went from {before and before.state} to {after.state}: {step}"
+            elif is_retry(step) and not any(
+                call.job == job
+                and call.outcome != "fail"
+                and call.invoked_at - resolution <= step.at
+                and (call.answered_at is None or step.at <= call.answered_at + resolution)
+                for call in retries
+            ):
+                yield job, f"has a new life that nobody asked for: {step}"
+
+
+def numbers_are_right(timeline: Timeline) -> Found:
+    """I3: `claims` goes up by one at each claim, and else never changes; `attempt` is the number
+    of counted claims of this life, and no more than the kind allows."""
+    for job, steps in timeline.steps.items():
+        for step in steps:
+            before, after = step.before, step.after
+            if after is None:
+                continue
+            was = Image("queued", after.kind) if before is None else before
+            if after.claims != was.claims + step.is_claim:
+                yield job, f"claims went from {was.claims} to {after.claims}: {step}"
+            allowed = _attempts(step, was)
+            if after.attempt not in allowed:
+                yield job, f"attempt went from {was.attempt} to {after.attempt}: {step}"
+            rules = timeline.evidence.rules.get(after.kind)
+            if step.is_claim and rules is not None and after.attempt > rules.attempts:
+                yield job, f"is at attempt {after.attempt} of {rules.attempts}: {step}"
+
+
+_MAX_INTERRUPTIONS: Final = 10
+
+
+def _attempts(step: Step, was: Image) -> set[int]:
+    """What the number may be after that step."""
+    if step.is_claim:
+        return {was.attempt + 1}
+    if is_retry(step):
+        return {0}
+    if not step.ends_claim or step.after is None:
+        return {was.attempt}
+    if step.outcome is None and step.after.state in ("queued", "cancelled"):
+        return {was.attempt - 1}  # handed back
+    if step.after.state == "queued" and step.outcome == "retry later":
+        return {was.attempt - 1}
+    if step.after.state == "queued" and step.outcome == "interrupted":
+        return {was.attempt - (was.interruptions < _MAX_INTERRUPTIONS)}
+    return {was.attempt}
+
+
+def a_key_has_one_live_job(timeline: Timeline) -> Found:
+    """I11: at no moment have two queued or running jobs of a kind the same key."""
+    live: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
+    for step in timeline.evidence.audit.steps:
+        for image in (step.before, step.after):
+            if image is None or image.key is None:
+                continue
+            jobs = live[image.kind, image.key]
+            if image is step.after and not image.is_final:
+                jobs.add(step.job)
+                if len(jobs) > 1:
+                    yield step.job, f"jobs {sorted(jobs)} have the key {image.key!r}: {step}"
+            else:
+                jobs.discard(step.job)

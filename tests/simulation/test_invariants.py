@@ -1,0 +1,602 @@
+"""Each promise is kept by a good history, and each judge says so when it is broken."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trio_jobs import SqliteStore
+
+from .evidence import (
+    Audit,
+    Evidence,
+    Fault,
+    History,
+    Image,
+    LogLine,
+    Publication,
+    Rest,
+    Rules,
+    Start,
+    Step,
+    Stop,
+    audit_schema,
+    read_audit,
+)
+from .invariants import CHECKERS, check_all
+
+RULES = {"work": Rules(attempts=2)}
+
+
+class Case:
+    """A history in the making: each call of `step` changes one job, at the next moment."""
+
+    def __init__(self) -> None:
+        self.history = History()
+        self.steps: list[Step] = []
+        self.images: dict[int, Image] = {}
+        self.moment = 0
+        self.rest: dict[str, Any] = {}
+        self.settings: dict[str, Any] = {}
+        for process in ("client", "a", "b"):
+            self.history.life(process, self.now())
+
+    def now(self) -> int:
+        self.moment += 10
+        return self.moment
+
+    def step(self, job: int, who: str, *, outcome: str | None = None, **changes: Any) -> Step:
+        before = self.images.get(job)
+        after = dataclasses.replace(before or Image("queued", "work"), **changes)
+        self.images[job] = after
+        payload = f'"canary {job}"' if before is None else None
+        at = self.now()
+        self.steps.append(Step(at, at, who, at, job, before, after, payload, outcome))
+        return self.steps[-1]
+
+    def enqueue(self, job: int = 1, **columns: Any) -> None:
+        call = self.history.call(
+            "enqueue", "client", self.now(), kind="work", payloads=(f'"canary {job}"',)
+        )
+        self.step(job, "client", **columns)
+        call.ok(self.now(), ids=(job,))
+
+    def claim(self, job: int = 1, who: str = "a", lease: int = 1000) -> Start:
+        was = self.images[job]
+        self.step(
+            job,
+            who,
+            state="running",
+            attempt=was.attempt + 1,
+            claims=was.claims + 1,
+            lease_until=self.moment + lease,
+            started_at=self.moment,
+        )
+        at = self.now()
+        return self.history.start(who, job, was.claims + 1, was.attempt + 1, at, at)
+
+    def finish(
+        self, start: Start, state: str = "succeeded", who: str | None = None, **columns: Any
+    ) -> Step:
+        start.ended_at = self.now()
+        start.ending = "returned"
+        start.returned = columns.setdefault("result", "7")
+        return self.end(start.job, state, who or start.process, **columns)
+
+    def end(self, job: int, state: str, who: str, **columns: Any) -> Step:
+        finished_at = None if state == "queued" else self.moment
+        columns |= {"lease_until": None, "finished_at": finished_at}
+        return self.step(job, who, state=state, **columns)
+
+    def fail(self, start: Start, state: str = "queued", **columns: Any) -> Step:
+        start.ended_at, start.ending = self.now(), "ValueError"
+        columns.setdefault("outcome", "failed")
+        return self.end(start.job, state, start.process, **columns)
+
+    def evidence(self) -> Evidence:
+        at = self.now()
+        states = {job: image.state for job, image in self.images.items()}
+        return Evidence(
+            self.history,
+            Audit(self.steps),
+            RULES,
+            canary="canary",
+            rest=Rest(at, **{"states": states, **self.rest}),
+            settle_by=at,
+            **self.settings,
+        )
+
+    def broken(self) -> set[str]:
+        return {violation.invariant for violation in check_all(self.evidence())}
+
+
+@pytest.fixture
+def case() -> Case:
+    return Case()
+
+
+def test_a_good_history_is_good(case: Case) -> None:
+    case.enqueue(1, key="k")
+    start = case.claim(1)
+    case.step(1, "a", lease_until=5000)
+    publication = Publication('"half"', case.now())
+    start.published.append(publication)
+    case.step(1, "a", result='"half"')
+    publication.outcome, publication.answered_at = "ok", case.now()
+    case.fail(start)
+    case.finish(case.claim(1, "b"))
+    case.enqueue(2, key="k")
+    case.history.life("c", case.now()).killed_at = case.moment + 100
+    case.claim(2, "c", lease=10**6)
+    case.moment += 1000
+    case.end(2, "queued", "b", outcome="lost")
+    case.finish(case.claim(2, "b"))
+    cancel = case.history.call("cancel", "client", case.now(), job=2)
+    cancel.ok(case.now(), answer=False)
+    got = case.history.call("get", "client", case.now(), job=2)
+    got.ok(case.now(), ids=(2,), states=("succeeded",))
+
+    assert check_all(case.evidence()) == []
+
+
+def test_every_promise_has_its_judge() -> None:
+    assert set(CHECKERS) == {f"I{number}" for number in range(1, 19) if number != 12}
+
+
+# I1.
+
+
+def test_an_acknowledged_job_that_is_not_there(case: Case) -> None:
+    case.history.call("enqueue", "client", 1, payloads=('"gone"',)).ok(2, ids=(9,))
+
+    assert case.broken() == {"I1"}
+
+
+def test_a_refused_enqueue_that_inserted(case: Case) -> None:
+    case.enqueue()
+    case.finish(case.claim())
+    case.history.calls[0].failed(case.now(), "StoreBusy")
+
+    assert "I1" in case.broken()
+
+
+def test_an_unknown_enqueue_of_two_that_inserted_one(case: Case) -> None:
+    case.enqueue()
+    case.finish(case.claim())
+    call = case.history.calls[0]
+    call.payloads += ('"other"',)
+    call.outcome = "unknown"
+
+    assert case.broken() == {"I1"}
+
+
+def test_a_job_that_nobody_asked_for(case: Case) -> None:
+    case.enqueue()
+    case.finish(case.claim())
+    case.history.calls.clear()
+
+    assert case.broken() == {"I1"}
+
+
+def test_a_job_that_is_removed_while_it_waits(case: Case) -> None:
+    case.enqueue()
+    at = case.now()
+    case.steps.append(Step(at, at, "client", at, 1, case.images.pop(1), None))
+
+    assert case.broken() == {"I1"}
+
+
+def test_a_key_that_gives_somebody_elses_job(case: Case) -> None:
+    case.enqueue(1)
+    call = case.history.call(
+        "enqueue", "client", case.now(), kind="work", payloads=('"x"',), keys=("k",)
+    )
+    call.ok(case.now(), ids=(1,))
+    case.finish(case.claim())
+
+    assert case.broken() == {"I1"}
+
+
+# I2.
+
+
+def test_an_end_that_is_overwritten(case: Case) -> None:
+    case.enqueue()
+    case.finish(case.claim())
+    case.step(1, "b", state="failed")
+
+    assert case.broken() == {"I2"}
+
+
+def test_a_new_life_that_nobody_asked_for(case: Case) -> None:
+    case.enqueue()
+    case.fail(case.claim(), "dead")
+    case.step(1, "b", state="queued", attempt=0)
+    case.finish(case.claim())
+
+    assert case.broken() == {"I2"}
+
+
+# I3.
+
+
+def test_a_fence_that_is_given_out_twice(case: Case) -> None:
+    case.enqueue()
+    case.fail(case.claim())
+    case.step(1, "b", state="running", attempt=2, lease_until=9000, started_at=case.moment)
+    case.end(1, "failed", "b", outcome="failed", failure="payload does not decode")
+
+    assert "I3" in case.broken()
+
+
+def test_an_attempt_that_is_not_counted(case: Case) -> None:
+    case.enqueue()
+    case.fail(case.claim(), attempt=0)
+    case.finish(case.claim())
+
+    assert case.broken() == {"I3"}
+
+
+def test_more_attempts_than_the_kind_allows(case: Case) -> None:
+    case.enqueue()
+    for _ in range(2):
+        case.fail(case.claim())
+    case.finish(case.claim())
+
+    assert case.broken() == {"I3", "I4"}
+
+
+# I4.
+
+
+def test_a_start_without_a_claim(case: Case) -> None:
+    case.enqueue()
+    case.finish(case.claim())
+    case.history.start("b", 1, 2, 2, case.now())
+
+    assert case.broken() == {"I4"}
+
+
+def test_two_starts_under_one_claim(case: Case) -> None:
+    case.enqueue()
+    start = case.claim()
+    case.history.starts.append(dataclasses.replace(start))
+    case.finish(start)
+
+    assert "I4" in case.broken()
+
+
+def test_a_start_by_another_than_the_holder(case: Case) -> None:
+    case.enqueue()
+    start = case.claim()
+    start.process = "b"
+    case.finish(start, who="a")
+
+    assert "I4" in case.broken()
+
+
+def test_a_start_that_was_handed_back_as_never_started(case: Case) -> None:
+    case.enqueue()
+    start = case.claim()
+    start.ended_at, start.ending = case.now(), "Cancelled"
+    case.end(1, "queued", "a", attempt=0)
+    case.finish(case.claim())
+
+    assert case.broken() == {"I4"}
+
+
+# I5.
+
+
+def test_a_row_that_is_taken_up_before_its_lease_ends(case: Case) -> None:
+    case.enqueue()
+    case.claim(1, "a", lease=1000)
+    case.end(1, "queued", "b", outcome="lost")
+    case.finish(case.claim(1, "b"))
+
+    assert case.broken() == {"I5"}
+
+
+def test_a_row_that_is_taken_up_after_its_lease_or_from_the_dead(case: Case) -> None:
+    case.enqueue(1)
+    case.claim(1, "a", lease=0)
+    case.end(1, "queued", "b", outcome="lost")
+    case.finish(case.claim(1, "b"))
+    case.enqueue(2)
+    case.claim(2, "a")
+    case.history.lives[1].killed_at = case.now()
+    case.end(2, "dead", "b", outcome="lost")
+
+    assert case.broken() == set()
+
+
+def test_an_end_that_is_written_by_another(case: Case) -> None:
+    case.enqueue()
+    case.claim(1, "a", lease=0)
+    case.end(1, "queued", "b", outcome="failed")
+    case.finish(case.claim(1, "b"))
+
+    assert case.broken() == {"I5"}
+
+
+# I6.
+
+
+def test_a_partial_result_of_another_process(case: Case) -> None:
+    case.enqueue()
+    start = case.claim()
+    start.published.append(Publication('"half"', case.now()))
+    case.step(1, "b", result='"half"')
+    case.finish(start)
+
+    assert case.broken() == {"I6"}
+
+
+def test_an_end_under_a_handler_that_still_runs(case: Case) -> None:
+    case.enqueue()
+    case.claim()
+    case.end(1, "queued", "a", attempt=0, interruptions=1, outcome="interrupted")
+    case.finish(case.claim())
+
+    assert case.broken() == {"I6"}
+
+
+def test_an_end_without_a_start(case: Case) -> None:
+    case.enqueue()
+    case.finish(case.claim())
+    case.history.starts.clear()
+
+    assert case.broken() == {"I6"}
+
+
+def test_a_returned_value_that_is_handed_back(case: Case) -> None:
+    case.enqueue()
+    start = case.claim()
+    case.finish(start, "queued", attempt=0, interruptions=1, outcome="interrupted", result=None)
+    case.finish(case.claim())
+
+    assert case.broken() == {"I6"}
+
+
+# I7.
+
+
+def test_a_result_that_was_not_returned(case: Case) -> None:
+    case.enqueue()
+    start = case.claim()
+    case.finish(start)
+    start.returned = "8"
+
+    assert case.broken() == {"I7"}
+
+
+def test_a_partial_result_that_was_not_published_under_its_claim(case: Case) -> None:
+    case.enqueue()
+    start = case.claim()
+    case.step(1, "a", result='"of an earlier claim"')
+    case.finish(start)
+
+    assert case.broken() == {"I7"}
+
+
+def test_an_acknowledged_partial_result_that_is_not_there(case: Case) -> None:
+    case.enqueue()
+    start = case.claim()
+    start.published.append(Publication('"half"', case.now(), "ok", case.now()))
+    case.finish(start)
+
+    assert case.broken() == {"I7"}
+
+
+def test_a_retry_by_hand_that_forgets_the_result(case: Case) -> None:
+    case.enqueue()
+    case.finish(case.claim(), "dead", result="1", outcome="lost")
+    case.steps[-1] = dataclasses.replace(case.steps[-1], before=case.steps[-1].after)
+    case.history.call("retry", "client", case.now(), job=1)
+    case.step(1, "client", state="queued", attempt=0, result=None)
+    case.finish(case.claim())
+
+    assert "I7" in case.broken()
+
+
+# I8.
+
+
+def test_a_lease_that_stays_after_the_end(case: Case) -> None:
+    case.enqueue()
+    case.finish(case.claim())
+    case.steps[-1] = dataclasses.replace(
+        case.steps[-1], after=dataclasses.replace(case.images[1], lease_until=3)
+    )
+
+    assert case.broken() == {"I8"}
+
+
+def test_a_lease_that_another_moves(case: Case) -> None:
+    case.enqueue()
+    start = case.claim()
+    case.step(1, "b", lease_until=9000)
+    case.finish(start)
+
+    assert case.broken() == {"I6", "I8"}
+
+
+# I9.
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_a_cancel_that_is_not_true(case: Case, answer: bool) -> None:
+    case.enqueue()
+    if answer:
+        case.finish(case.claim())
+    call = case.history.call("cancel", "client", case.now(), job=1)
+    call.ok(case.now(), answer=answer)
+    if not answer:
+        case.finish(case.claim())
+
+    assert case.broken() == {"I9"}
+
+
+def test_a_cancel_that_is_forgotten(case: Case) -> None:
+    case.enqueue()
+    start = case.claim()
+    call = case.history.call("cancel", "client", case.now(), job=1)
+    case.step(1, "client", cancel_requested=1)
+    call.ok(case.now(), answer=True)
+    case.finish(start)
+
+    assert case.broken() == {"I9"}
+
+
+def test_a_retry_that_did_nothing(case: Case) -> None:
+    case.enqueue()
+    case.fail(case.claim(), "dead")
+    case.history.call("retry", "client", case.now(), job=1).ok(case.now(), ids=(1,))
+
+    assert case.broken() == {"I9"}
+
+
+def test_a_state_that_was_not_so(case: Case) -> None:
+    case.enqueue()
+    case.finish(case.claim())
+    call = case.history.call("get", "client", case.now(), job=1)
+    call.ok(case.now(), ids=(1,), states=("dead",))
+
+    assert case.broken() == {"I9"}
+
+
+# I10.
+
+
+@pytest.mark.parametrize("is_disturbed", [False, True])
+def test_a_row_that_runs_after_an_orderly_stop(case: Case, is_disturbed: bool) -> None:
+    case.enqueue()
+    case.claim(lease=20)
+    case.history.stops.append(Stop("a", case.now(), case.now()))
+    if is_disturbed:
+        case.history.faults.append(Fault("disk full", case.moment))
+    case.moment += 100
+    case.end(1, "dead", "b", outcome="lost")
+
+    assert case.broken() == (set() if is_disturbed else {"I10"})
+
+
+# I11.
+
+
+def test_two_live_jobs_with_a_key(case: Case) -> None:
+    case.enqueue(1, key="k")
+    case.enqueue(2, key="k")
+    case.finish(case.claim(1))
+    case.finish(case.claim(2))
+
+    assert case.broken() == {"I11"}
+
+
+# I13.
+
+
+def test_a_claim_at_the_deadline(case: Case) -> None:
+    case.enqueue()
+    case.step(1, "client", deadline=case.moment + 10)
+    case.finish(case.claim())
+
+    assert case.broken() == {"I13"}
+
+
+# I14 to I18.
+
+
+@pytest.mark.parametrize(
+    ("invariant", "rest"),
+    [
+        ("I14", {"can_write": False}),
+        ("I16", {"running": 1}),
+        ("I16", {"trouble": "disk full"}),
+        ("I17", {"integrity": "row 3 missing from index"}),
+        ("I17", {"log_bytes": 10**9}),
+    ],
+)
+def test_a_bad_end(case: Case, invariant: str, rest: dict[str, Any]) -> None:
+    case.rest.update(rest)
+
+    assert case.broken() == {invariant}
+
+
+@pytest.mark.parametrize("faults", [0, 1])
+def test_a_warning_where_nothing_was_wrong(case: Case, faults: int) -> None:
+    case.history.logs.append(LogLine(logging.WARNING, "database is locked"))
+    case.history.faults += [Fault("busy", 1)] * faults
+
+    assert case.broken() == (set() if faults else {"I15"})
+
+
+def test_a_refusal_where_nothing_was_wrong(case: Case) -> None:
+    case.history.call("enqueue", "client", 1, payloads=("1",)).failed(2, "StoreBusy")
+
+    assert case.broken() == {"I15"}
+
+
+def test_a_job_that_waits_for_ever(case: Case) -> None:
+    case.enqueue()
+
+    assert case.broken() == {"I16"}
+
+
+def test_a_job_that_ends_too_late(case: Case) -> None:
+    case.enqueue()
+    case.finish(case.claim())
+    late = dataclasses.replace(case.evidence(), settle_by=1)
+
+    assert {violation.invariant for violation in check_all(late)} == {"I16"}
+
+
+def test_a_payload_in_a_failure_or_in_the_log(case: Case) -> None:
+    case.history.logs.append(LogLine(logging.INFO, "could not do canary 1"))
+    assert case.broken() == {"I18"}
+
+    case.history.logs.clear()
+    case.enqueue()
+    case.fail(case.claim(), "dead", failure="canary 1 is not a number")
+    assert case.broken() == {"I18"}
+
+
+# The audit.
+
+
+def test_the_audit_sees_what_the_store_writes_and_loses_what_is_rolled_back(
+    tmp_path: Path,
+) -> None:
+    path = str(tmp_path / "jobs.db")
+    store = SqliteStore(path)
+    store.open()
+    store.close()
+    connection = sqlite3.connect(path, isolation_level=None)
+    for statement in audit_schema(who="'me'"):
+        connection.execute(statement)
+    connection.execute("INSERT INTO trio_jobs_job (id, kind, payload) VALUES (3, 'work', '7')")
+    connection.execute("BEGIN")
+    connection.execute("DELETE FROM trio_jobs_job")
+    connection.execute("ROLLBACK")
+    connection.execute(
+        "INSERT INTO trio_jobs_job (id) VALUES (3) ON CONFLICT DO UPDATE"
+        " SET state = 2, claims = 1, lease_until = 9"
+    )
+    connection.execute("UPDATE trio_jobs_job SET state = 1, lease_until = NULL")
+    connection.execute("INSERT INTO trio_jobs_past VALUES (3, 1, 1, 0, 0, 'lost', NULL, NULL)")
+    connection.close()
+
+    inserted, claimed, ended = read_audit(path).steps
+
+    assert inserted.before is None
+    assert (inserted.payload, inserted.who, inserted.job) == ("7", "me", 3)
+    assert claimed.is_claim
+    assert claimed.before == inserted.after
+    assert ended.ends_claim
+    assert ended.outcome == "lost"
+    assert 0 <= ended.at - inserted.at < 60 * 10**9

@@ -1,0 +1,141 @@
+"""The evidence in the order a judge asks for it: by job, by claim, by life."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from .evidence import Evidence, Image, Start, Step
+
+Token: TypeAlias = tuple[int, int]
+"""(job, claims)"""
+
+Found: TypeAlias = Iterator[tuple[int | None, str]]
+"""What a judge says is wrong: (the job, if it is about one; a sentence)."""
+
+
+@dataclass(slots=True)
+class Claim:
+    """One claim of a job, from the step that took the row to the one that ended it."""
+
+    step: Step
+    holder: str | None
+    """The process, where it is known."""
+    changes: list[Step] = field(default_factory=list)
+    """Renewals, publications and requests to cancel."""
+    end: Step | None = None
+
+    @property
+    def token(self) -> int:
+        assert self.step.after is not None
+        return self.step.after.claims
+
+
+class Timeline:
+    """Made once of the evidence; what it cannot make sense of it leaves out, so that there is
+    always a verdict."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self.evidence = evidence
+        self.steps: defaultdict[int, list[Step]] = defaultdict(list)
+        self.inserts: defaultdict[str, list[Step]] = defaultdict(list)
+        """By payload."""
+        self.claims: dict[Token, Claim] = {}
+        self.starts: defaultdict[Token, list[Start]] = defaultdict(list)
+        self._names = {
+            life.identity: life.process
+            for life in evidence.history.lives
+            if life.identity is not None
+        }
+        self._dead_since = {
+            life.process: at
+            for life in evidence.history.lives
+            if (at := life.killed_at if life.ended_at is None else life.ended_at) is not None
+        }
+        for start in evidence.history.starts:
+            self.starts[start.job, start.token].append(start)
+        for step in evidence.audit.steps:
+            self._add(step)
+
+    def _add(self, step: Step) -> None:
+        self.steps[step.job].append(step)
+        if step.before is None:
+            self.inserts[step.payload or ""].append(step)
+        if step.before is not None and step.before.state == "running":
+            claim = self.claims.get((step.job, step.before.claims))
+            if claim is not None and claim.end is None:
+                if step.ends_claim:
+                    claim.end = step
+                else:
+                    claim.changes.append(step)
+        if step.is_claim and step.after is not None:
+            token = step.job, step.after.claims
+            self.claims.setdefault(token, Claim(step, self._holder(step)))
+
+    def _holder(self, step: Step) -> str | None:
+        if step.who is not None or step.after is None or step.after.owner is None:
+            return step.who
+        identity = self.evidence.audit.owners.get(step.after.owner)
+        return None if identity is None else self._names.get(identity)
+
+    def start_of(self, job: int, token: int) -> Start | None:
+        starts = self.starts.get((job, token))
+        return starts[0] if starts else None
+
+    def is_dead(self, process: str | None, at: int) -> bool:
+        """It had ended, in whatever way, by that time."""
+        since = None if process is None else self._dead_since.get(process)
+        return since is not None and since <= at + self.evidence.resolution
+
+    def is_owner_dead(self, image: Image, at: int) -> bool:
+        """Of a claimed row, where only the file says whose it was."""
+        identity = None if image.owner is None else self.evidence.audit.owners.get(image.owner)
+        return identity is not None and self.is_dead(self._names.get(identity), at)
+
+    def images(self, job: int, since: int, until: int | None) -> Iterator[Image | None]:
+        """What the row was at any moment of an interval; None: there was none."""
+        since -= self.evidence.resolution
+        until = None if until is None else until + self.evidence.resolution
+        before: Image | None = None
+        is_told = False
+        for step in self.steps.get(job, ()):
+            if until is not None and step.at > until:
+                break
+            if step.at >= since:
+                if not is_told:
+                    is_told = True
+                    yield before
+                yield step.after
+            before = step.after
+        if not is_told:
+            yield before
+
+    def between(self, job: int, since: int, until: int | None) -> Iterator[Step]:
+        """The changes of a row in an interval."""
+        resolution = self.evidence.resolution
+        for step in self.steps.get(job, ()):
+            if step.at >= since - resolution and (until is None or step.at <= until + resolution):
+                yield step
+
+    def lives(self, job: int) -> Iterator[list[Step]]:
+        """The changes of a row from when it was added, or retried by hand, to the next retry."""
+        life: list[Step] = []
+        for step in self.steps[job]:
+            if life and is_retry(step):
+                yield life
+                life = []
+            life.append(step)
+        if life:
+            yield life
+
+
+def is_retry(step: Step) -> bool:
+    """It gives an ended job a new life."""
+    return (
+        step.before is not None
+        and step.before.is_final
+        and step.after is not None
+        and not step.after.is_final
+    )
