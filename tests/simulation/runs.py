@@ -1,0 +1,307 @@
+"""One run: chaos by a plan, then everything is healed, and what is left is judged."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import apsw
+import trio
+from trio.testing import MockClock
+
+import trio_jobs
+from trio_jobs import Handler, SqliteStore, StoreError
+from trio_jobs._drivers import Values
+
+from .chance import scheduling
+from .clients import Client
+from .evidence import AUDIT_QUERIES, STATES, Evidence, Rest, Rules, Stop, audit_of, audit_schema
+from .handlers import handlers_of, kind_of
+from .invariants import Violation, check_all
+from .plan import CANARY, Event, Plan, ProcessPlan
+from .store import SimulatedStore
+from .world import Process, World, folder, frozen_tasks_do_not_run, witnessed
+
+SETTLES_WITHIN: Final = 1500.0
+"""Seconds: the longest leases (60 s), delays, backoffs and handlers one after the other."""
+LOOKS_EVERY: Final = 5.0
+
+
+@dataclass
+class Result:
+    plan: Plan
+    violations: list[Violation]
+    evidence: Evidence
+    coverage: Counter[str]
+    statements: list[tuple[str, str, Values]]
+    """The last ones."""
+    digest: str = ""
+    """Of all statements of all processes, if it was asked for."""
+
+
+def run(plan: Plan, *, digests: bool = False) -> Result:
+    """Live through a plan. The same plan gives the same result, on every machine."""
+    with tempfile.TemporaryDirectory(dir=folder(), prefix="simulation") as place:
+        path = os.path.join(place, "jobs.db")
+        shutil.copyfile(_template(), path)
+        clock = MockClock(autojump_threshold=0)
+        world = World(plan, path, clock)
+        digest = hashlib.blake2b(digest_size=16)
+        if digests:
+            world.note_statement = lambda *what: digest.update(repr(what).encode())
+        with scheduling(plan.seed), witnessed(world.history), frozen_tasks_do_not_run():
+            rest = trio.run(_Run(world).live, clock=clock)
+        with contextlib.closing(apsw.Connection(path)) as connection:
+            audit = audit_of(*(connection.execute(query).fetchall() for query in AUDIT_QUERIES))
+    evidence = Evidence(
+        history=world.history,
+        audit=audit,
+        rules={kind.name: Rules(kind.attempts, kind.on_interrupt) for kind in plan.kinds},
+        canary=CANARY,
+        rest=rest,
+        settle_by=rest.at,
+    )
+    violations = [Violation("crash", None, text) for text in world.broken]
+    violations += check_all(evidence)
+    return Result(
+        plan, violations, evidence, world.coverage, list(world.statements), digest.hexdigest()
+    )
+
+
+class _Run:
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.plan = world.plan
+        self.kinds = [kind_of(kind) for kind in self.plan.kinds]
+        self.current: dict[int, Process] = {}
+
+    async def live(self) -> Rest:
+        async with trio.open_nursery() as self.nursery:
+            async with trio.open_nursery() as chaos:
+                for index in range(len(self.plan.processes)):
+                    chaos.start_soon(self.keep_alive, index)
+                chaos.start_soon(self.cause_events)
+                await trio.sleep_until(self.plan.chaos)
+                chaos.cancel_scope.cancel()
+            self.world.heal()
+            for process in self.world.processes:
+                if process.is_alive:
+                    self.end(process, by_stop=self.plan.heals_by_stop)
+                    await process.over.wait()
+        return await self.settle()
+
+    # Chaos.
+
+    async def keep_alive(self, index: int) -> None:
+        """Start the process again whenever it has ended."""
+        delays = self.plan.restart_after
+        while True:
+            process = Process(self.world, index, self.plan.processes[index])
+            self.current[index] = process
+            self.nursery.start_soon(self.process_lives, process)
+            await process.over.wait()
+            await trio.sleep(delays[len(self.world.processes) % len(delays)])
+
+    async def cause_events(self) -> None:
+        for event in self.plan.events:
+            await trio.sleep_until(event.at)
+            self.nursery.start_soon(self.cause, event)
+        await trio.sleep_forever()
+
+    async def cause(self, event: Event) -> None:
+        world, process = self.world, self.current.get(event.process)
+        if process is None or not process.is_alive:
+            return
+        world.coverage[f"event: {event.name}"] += 1
+        match event.name:
+            case "kill":
+                process.kill()
+            case "freeze":
+                world.note_fault("freeze", process, event.seconds)
+                process.freeze()
+                await trio.sleep(event.seconds)
+                process.thaw()
+            case "stop":
+                self.end(process, by_stop=True)
+            case "drain":
+                self.drain(process)
+            case "clock":
+                world.note_fault("clock step", process)
+                process.offset += event.seconds
+            case "suspend":
+                world.note_fault("suspended machine", None, event.seconds)
+                world.sleep(event.seconds)
+            case "lock":
+                world.hold_lock(event.seconds)
+                await trio.sleep(event.seconds)
+                world.release_locks()
+            case "busy reader":
+                world.read_long(event.seconds)
+                await trio.sleep(event.seconds)
+                world.release_locks()
+
+    def end(self, process: Process, *, by_stop: bool) -> None:
+        if by_stop:
+            self.stop_begins(process)
+            process.scope.cancel()
+        else:
+            process.kill()
+
+    def drain(self, process: Process) -> None:
+        self.stop_begins(process)
+        for runner in process.runners:
+            runner.drain()
+
+    def stop_begins(self, process: Process) -> None:
+        history = self.world.history
+        if not any(stop.process == process.name for stop in history.stops):
+            history.stops.append(Stop(process.name, self.world.tick()))
+
+    # A process.
+
+    async def process_lives(self, process: Process, healer: bool = False) -> None:
+        process.enter()
+        try:
+            with process.scope:
+                await self.main(process)
+        except BaseException as error:
+            if _is_own_fault(error):
+                process.kill()  # the application is not ready for that
+            elif process.is_alive:
+                self.world.broken.append("".join(traceback.format_exception(error)))
+                process.kill()
+        process.ended()
+
+    async def main(self, process: Process) -> None:
+        """As an application is written: open, serve, and ask for work."""
+        process.store = SimulatedStore(process)
+        handlers = handlers_of(process, self.kinds)
+        timeless = handlers_of(process, self.kinds, own_time=False)
+        async with trio_jobs.open_jobs(process.store, clock=process.wall) as jobs:
+            process.jobs = jobs
+            flush = partial(process.run, jobs._bridge._flush)
+            jobs._bridge._flush = flush  # type: ignore[method-assign]
+            async with trio.open_nursery() as clients:
+                async with trio.open_nursery() as nursery:
+                    for _ in range(process.settings.runners):
+                        process.runners.append(
+                            await nursery.start(partial(self.serve, process, handlers))
+                        )
+                    client = Client(process, self.kinds, lambda own: handlers if own else timeless)
+                    clients.start_soon(client.live)
+                    if not process.runners:
+                        await trio.sleep_forever()
+                clients.cancel_scope.cancel()
+            self.stop_ended(process)
+
+    async def serve(self, process: Process, handlers: Sequence[Handler], task_status: Any) -> None:
+        settings = process.settings
+        await trio_jobs.serve(
+            process.jobs,
+            handlers,
+            workers=settings.workers,
+            queues=settings.queues,
+            poll=settings.poll,
+            lease=settings.lease,
+            grace=settings.grace,
+            task_status=task_status,
+        )
+
+    def stop_ended(self, process: Process) -> None:
+        if process.is_alive:
+            for stop in self.world.history.stops:
+                if stop.process == process.name:
+                    stop.ended_at = self.world.tick()
+
+    # Healing.
+
+    async def settle(self) -> Rest:
+        world = self.world
+        settings = ProcessPlan(
+            place="here",
+            clock=0.0,
+            runners=1,
+            workers=4,
+            queues=None,
+            poll=2.0,
+            lease=30.0,
+            grace=5.0,
+            busy_timeout=5.0,
+            tidies=False,
+        )
+        skew = max((abs(event.seconds) for event in self.plan.events), default=0.0)
+        until = world.now() + SETTLES_WITHIN + skew
+        native = world.connect()
+        try:
+            async with trio.open_nursery() as self.nursery:
+                healer = Process(world, -1, settings)
+                self.nursery.start_soon(self.process_lives, healer)
+                while world.now() < until and _is_any_left(native):  # noqa: ASYNC110 - it polls
+                    await trio.sleep(LOOKS_EVERY)
+                running = sum(runner.statistics().running for runner in healer.runners)
+                troubles = [runner.statistics().trouble for runner in healer.runners]
+                at = world.tick()
+                self.end(healer, by_stop=True)
+            return Rest(
+                at=at,
+                can_write=_can_write(native),
+                integrity=str(native.execute("PRAGMA integrity_check").fetchall()[0][0]),
+                log_bytes=os.stat(f"{world.path}-wal").st_size,
+                running=running,
+                trouble=next(filter(None, troubles), None),
+                states={
+                    job: STATES[state]
+                    for job, state in native.execute("SELECT id, state FROM trio_jobs_job")
+                },
+            )
+        finally:
+            native.close()
+
+
+def _is_any_left(native: apsw.Connection) -> bool:
+    return bool(native.execute("SELECT 1 FROM trio_jobs_job WHERE state < 3 LIMIT 1").fetchall())
+
+
+def _can_write(native: apsw.Connection) -> bool:
+    try:
+        native.execute("BEGIN IMMEDIATE; ROLLBACK")
+    except apsw.BusyError:
+        return False
+    return True
+
+
+def _is_own_fault(error: BaseException) -> bool:
+    """What an application is killed by: the store at its start, or a handler's Ctrl-C."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(_is_own_fault(one) for one in error.exceptions)
+    return isinstance(error, StoreError | KeyboardInterrupt)
+
+
+_made: dict[str, str] = {}
+
+
+def _template() -> str:
+    """A file that has all tables already: made once a process, since it takes a third of a run."""
+    if "path" not in _made:
+        place = tempfile.TemporaryDirectory(dir=folder(), prefix="simulation")
+        atexit.register(place.cleanup)
+        path = os.path.join(place.name, "jobs.db")
+        store = SqliteStore(path, driver="apsw")
+        store.open()
+        store.close()
+        connection = apsw.Connection(path)
+        for statement in audit_schema(at="sim_at()", who="sim_who()", wall="sim_wall()"):
+            connection.execute(statement)
+        connection.close()
+        _made["path"] = path
+    return _made["path"]

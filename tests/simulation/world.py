@@ -1,0 +1,400 @@
+"""Simulated processes on one real file, under one virtual time.
+
+A process is a set of Trio tasks with connections, a wall clock and a fate of its own. What it can
+suffer is what real ones can: when it is killed, its connections are closed without a commit,
+every later statement of its tasks fails, and nothing they do is evidence any more; while it is
+frozen none of its tasks runs, though time goes on for the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import logging
+import math
+import os
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import apsw
+import outcome
+import trio
+import trio._core._run as trio_run
+from trio.testing import MockClock
+
+from trio_jobs import Jobs, Runner
+from trio_jobs._drivers import ApswConnection, Connection, Record, Values
+from trio_jobs._identity import Process as Identity
+from trio_jobs.testing import EPOCH
+
+from . import faults
+from .evidence import Fault, History, Life, LogLine
+from .plan import Plan, ProcessPlan, StatementFault
+
+if TYPE_CHECKING:
+    from .store import SimulatedStore
+
+_EPOCH: Final = EPOCH.timestamp()
+_here: contextvars.ContextVar[Process] = contextvars.ContextVar("simulated process")
+
+
+class World:
+    """What all processes share: the file, time, and who is alive."""
+
+    def __init__(self, plan: Plan, path: str, clock: MockClock) -> None:
+        self.plan = plan
+        self.path = path
+        self.clock = clock
+        self.history = History()
+        self.coverage: Counter[str] = Counter()
+        self.statements: deque[tuple[str, str, Values]] = deque(maxlen=60)
+        self.note_statement: Callable[[str, str, Values], None] = lambda *what: None
+        self.processes: list[Process] = []
+        self.full_until = -math.inf
+        self.is_healed = False
+        self.broken: list[str] = []
+        """What should not happen to a process: tracebacks."""
+        self.starts_of: Counter[str] = Counter()
+        """By payload."""
+        self.jobs: dict[int, None] = {}
+        """Those that somebody was told of."""
+        self._tick = 0
+        self._locks: list[tuple[float, apsw.Connection]] = []
+        self._statements_of = [0] * len(plan.processes)
+        self._faults_of = [
+            deque(fault for fault in plan.faults if fault.process == index)
+            for index in range(len(plan.processes))
+        ]
+
+    # Time.
+
+    def now(self) -> float:
+        return self.clock.current_time()
+
+    def tick(self) -> int:
+        """A moment that no other is equal to: nanoseconds."""
+        self._tick = max(self._tick + 1, round(self.now() * 1e9))
+        return self._tick
+
+    def sleep(self, seconds: float) -> None:
+        """Time passes, and nobody can do anything meanwhile."""
+        self.clock.jump(seconds)
+        self.release_locks()
+
+    # The file.
+
+    def connect(self, who: Process | None = None) -> apsw.Connection:
+        native = apsw.Connection(self.path)
+        native.set_busy_timeout(0)
+        native.execute("PRAGMA wal_autocheckpoint = 0")
+        name = None if who is None else who.name
+
+        def at(*_: object) -> int:
+            return self.tick()
+
+        def whose(*_: object) -> str | None:
+            return name
+
+        def wall(*_: object) -> int | None:
+            return None if who is None else who.instant()
+
+        native.create_scalar_function("sim_at", at, 0)
+        native.create_scalar_function("sim_who", whose, 0)
+        native.create_scalar_function("sim_wall", wall, 0)
+        return native
+
+    def hold_lock(self, seconds: float) -> None:
+        """Somebody else writes for so long."""
+        native = self.connect()
+        try:
+            native.execute("BEGIN IMMEDIATE")
+        except apsw.BusyError:
+            native.close()
+            return
+        self.note_fault("outside lock", None, seconds)
+        self._locks.append((self.now() + seconds, native))
+
+    def read_long(self, seconds: float) -> None:
+        """Somebody reads for so long, and needs the log as it is."""
+        native = self.connect()
+        native.execute("BEGIN")
+        native.execute("SELECT count(*) FROM trio_jobs_job").fetchall()
+        self._locks.append((self.now() + seconds, native))
+
+    def release_locks(self, *, all: bool = False) -> None:
+        now = self.now()
+        for until, native in self._locks:
+            if all or until <= now:
+                native.close()
+        self._locks = [] if all else [one for one in self._locks if one[0] > now]
+
+    # Faults.
+
+    def note_fault(self, what: str, process: Process | None, seconds: float = 0.0) -> None:
+        at = self.tick()
+        until = at + round(seconds * 1e9)
+        name = None if process is None else process.name
+        self.history.faults.append(Fault(what, at, name, until))
+        self.coverage[f"fault: {what}"] += 1
+
+    def next_fault(self, process: Process) -> StatementFault | None:
+        """The one that is due, by the number of statements of all lives of this process."""
+        index = process.index
+        if index < 0 or self.is_healed:
+            return None
+        self._statements_of[index] += 1
+        due = self._faults_of[index]
+        return due[0] if due and due[0].statement <= self._statements_of[index] else None
+
+    def struck(self, process: Process) -> None:
+        self._faults_of[process.index].popleft()
+
+    def heal(self) -> None:
+        """Nothing goes wrong any more, and all clocks are right."""
+        self.is_healed = True
+        self.full_until = -math.inf
+        self.release_locks(all=True)
+        for process in self.processes:
+            process.offset = 0.0
+            process.broken_until = -math.inf
+            process.thaw()
+
+    def is_dead(self, process: Identity, here: Identity) -> bool:
+        """What the operating system knows: only of its own machine."""
+        if process.place != here.place:
+            return False
+        identity = (process.place, process.pid, process.started)
+        return not any(
+            one.identity == identity and one.is_alive for one in reversed(self.processes)
+        )
+
+
+class Process:
+    """One life of a process. `index` is its place in the plan, -1 for who comes to heal."""
+
+    def __init__(self, world: World, index: int, settings: ProcessPlan) -> None:
+        number = sum(one.index == index for one in world.processes) + 1
+        self.world = world
+        self.index: int = index
+        self.settings = settings
+        self.name = f"{'healer' if index < 0 else index}#{number}"
+        self.random = random.Random(f"{world.plan.seed}/{self.name}")
+        self.identity = (
+            None if settings.place is None else (settings.place, 100 + index, world.tick())
+        )
+        self.offset = settings.clock
+        self.broken_until = -math.inf
+        self.is_alive = True
+        self.is_frozen = False
+        self.scope = trio.CancelScope()
+        self.over = trio.Event()
+        """It is dead, or has ended."""
+        self.runners: list[Runner] = []
+        self.jobs: Jobs
+        self.store: SimulatedStore
+        self.natives: list[apsw.Connection] = []
+        self.shields: dict[trio.CancelScope, None] = {}
+        self._stashed: deque[Any] = deque()
+        self._backlog: list[Callable[[], object]] = []
+        world.processes.append(self)
+        self.life: Life = world.history.life(self.name, world.tick(), self.identity)
+
+    # What it sees of the world.
+
+    def wall(self) -> float:
+        return _EPOCH + self.world.now() + self.offset
+
+    def instant(self) -> int:
+        return round(self.wall() * 1_000_000)
+
+    def os_identity(self) -> Identity | None:
+        return None if self.identity is None else Identity(*self.identity)
+
+    def connect(self, path: str) -> Connection:
+        return SimulatedConnection(self, ApswConnection(self.open_native()))
+
+    def open_native(self) -> apsw.Connection:
+        """A connection of the application."""
+        if not self.is_alive:
+            raise faults.ProcessIsDead
+        native = self.world.connect(self)
+        self.natives.append(native)
+        return native
+
+    # Its fate.
+
+    def kill(self) -> None:
+        """As kill -9 leaves it."""
+        if self.is_alive:
+            self.life.killed_at = self.world.tick()
+            self._end()
+            self.thaw()
+            self.scope.cancel()
+            for shield in self.shields:
+                shield.cancel()
+
+    def ended(self) -> None:
+        """It came to its end by itself."""
+        if self.is_alive:
+            self.life.ended_at = self.world.tick()
+            self._end()
+
+    def _end(self) -> None:
+        self.is_alive = False
+        for native in self.natives:
+            native.close(True)
+        self.over.set()
+
+    @contextlib.contextmanager
+    def shield(self) -> Iterator[None]:
+        """What only the death of the process ends."""
+        with trio.CancelScope(shield=True) as scope:
+            self.shields[scope] = None
+            try:
+                yield
+            finally:
+                del self.shields[scope]
+
+    def freeze(self) -> None:
+        self.is_frozen = self.is_alive
+
+    def thaw(self) -> None:
+        if self.is_frozen:
+            self.is_frozen = False
+            runq = trio_run.GLOBAL_RUN_CONTEXT.runner.runq
+            runq.extend(self._stashed)
+            self._stashed.clear()
+            backlog, self._backlog = self._backlog, []
+            for call in backlog:
+                call()
+
+    def stash(self, task: trio.lowlevel.Task) -> None:
+        self._stashed.append(task)
+
+    async def block(self, seconds: float) -> None:
+        """Keep the event loop of this process from running."""
+        self.world.note_fault("blocked loop", self, seconds)
+        self.freeze()
+        trio.lowlevel.spawn_system_task(self._thaw_after, seconds, context=contextvars.Context())
+        await trio.lowlevel.cancel_shielded_checkpoint()
+
+    async def _thaw_after(self, seconds: float) -> None:
+        await trio.sleep(seconds)
+        self.thaw()
+
+    def run(self, call: Callable[..., object], *args: object) -> None:
+        """Call it in the name of the process, when that runs."""
+        if self.is_frozen:
+            self._backlog.append(lambda: self.run(call, *args))
+        else:
+            context = contextvars.copy_context()
+            context.run(_here.set, self)
+            context.run(call, *args)
+
+    def enter(self) -> None:
+        """The current task, and all it starts, are of this process from here on."""
+        _here.set(self)
+
+
+class SimulatedConnection:
+    """Where statements of a process meet their fate."""
+
+    def __init__(self, process: Process, inner: ApswConnection) -> None:
+        self._process = process
+        self._inner = inner
+        self.version = inner.version
+
+    @property
+    def in_transaction(self) -> bool:
+        return self._process.is_alive and self._inner.in_transaction
+
+    @property
+    def total_changes(self) -> int:
+        return self._inner.total_changes if self._process.is_alive else 0
+
+    def execute(self, sql: str, values: Values = ()) -> list[Record]:
+        process = self._process
+        world = process.world
+        if not process.is_alive:
+            raise faults.ProcessIsDead
+        world.note_statement(process.name, sql, values)
+        world.statements.append((process.name, sql, values))
+        now = world.now()
+        if now < process.broken_until:
+            faults.fail(self._inner)
+            raise faults.io_error()
+        if now < world.full_until and self._inner.in_transaction and faults.is_write(sql):
+            faults.fail(self._inner)
+            raise faults.disk_full()
+        fault = world.next_fault(process)
+        if fault is not None and faults.fits(fault, sql, self._inner.in_transaction):
+            world.struck(process)
+            return faults.strike(fault, process, self._inner, sql, values)
+        return self._inner.execute(sql, values)
+
+    def close(self) -> None:
+        if self._process.is_alive:
+            self._inner.close()
+
+
+@contextlib.contextmanager
+def frozen_tasks_do_not_run() -> Iterator[None]:
+    """Tasks of frozen processes are scheduled when these thaw."""
+    original = trio_run.Runner.reschedule
+
+    def reschedule(
+        runner: trio_run.Runner,
+        task: trio.lowlevel.Task,
+        next_send: outcome.Outcome[object] = trio_run._NO_SEND,
+    ) -> None:
+        original(runner, task, next_send)
+        process = task.context.get(_here)
+        if process is not None and process.is_frozen:
+            assert runner.runq[-1] is task
+            runner.runq.pop()
+            process.stash(task)
+
+    trio_run.Runner.reschedule = reschedule  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        trio_run.Runner.reschedule = original  # type: ignore[method-assign]
+
+
+class Witness(logging.Handler):
+    """Writes what the library logs into the history, unless a dead process said it."""
+
+    _formatter = logging.Formatter("%(message)s")
+
+    def __init__(self, history: History) -> None:
+        super().__init__(logging.INFO)
+        self._history = history
+
+    def emit(self, record: logging.LogRecord) -> None:
+        process = _here.get(None)
+        if process is None or process.is_alive:
+            text = self._formatter.format(record)
+            self._history.logs.append(LogLine(record.levelno, text))
+
+
+@contextlib.contextmanager
+def witnessed(history: History) -> Iterator[None]:
+    log = logging.getLogger("trio_jobs")
+    witness = Witness(history)
+    before = log.level, log.propagate
+    log.addHandler(witness)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(witness)
+        log.setLevel(before[0])
+        log.propagate = before[1]
+
+
+def folder() -> str | None:
+    """Where files are fastest; None for where temporary files are."""
+    return "/dev/shm" if os.path.isdir("/dev/shm") else None
