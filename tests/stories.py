@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from datetime import datetime, timedelta
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import trio
-import trio._core._run as trio_run
+from simulation.chance import scheduling as scheduling
 
 import trio_jobs
 from trio_jobs import Attempt, Handler, Job, Jobs, Kind, Runner, SqliteStore, StoreError
@@ -305,18 +304,3 @@ def unknown(text: str = "disk I/O error; the outcome is unknown") -> StoreError:
 
 TIMES = int(os.environ.get("TRIO_JOBS_TEST_TIMES", "1"))
 """How many times as many seeds and examples as on every push: 1, or 20 for a night."""
-
-
-@contextlib.contextmanager
-def scheduling(seed: int) -> Iterator[random.Random]:
-    """Trio runs tasks in an order that depends on the seed alone; gives a generator of it."""
-    assert isinstance(trio_run._r, random.Random)
-    assert isinstance(trio_run._ALLOW_DETERMINISTIC_SCHEDULING, bool)
-    before = trio_run._r.getstate(), trio_run._ALLOW_DETERMINISTIC_SCHEDULING
-    trio_run._r.seed(seed)
-    vars(trio_run)["_ALLOW_DETERMINISTIC_SCHEDULING"] = True
-    try:
-        yield random.Random(seed)
-    finally:
-        trio_run._r.setstate(before[0])
-        vars(trio_run)["_ALLOW_DETERMINISTIC_SCHEDULING"] = before[1]

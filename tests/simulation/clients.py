@@ -80,7 +80,9 @@ class Client:
             for step in world.plan.steps:
                 if step.process == self.process.index and step.at >= world.now():
                     await trio.sleep_until(step.at)
-                    nursery.start_soon(self.take, step)
+                    if step.number not in world.steps_taken:  # by an earlier life, just now
+                        world.steps_taken.add(step.number)
+                        nursery.start_soon(self.take, step)
 
     async def take(self, step: ClientStep) -> None:
         """One step, cancelled on its way if the plan says so."""

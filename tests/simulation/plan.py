@@ -197,7 +197,7 @@ class Plan:
 def draw(seed: int) -> Plan:
     """The plan of a seed."""
     chance = random.Random(seed)
-    chaos = chance.choice([20.0, 40.0, 40.0, 80.0])
+    chaos = chance.choice([5.0, 12.0, 12.0, 30.0])
     number = chance.choice([1, 2, 2, 3, 4])
     kinds = tuple(_kind(chance, index) for index in range(chance.choice([1, 2, 3])))
     acts = (*ORDINARY, *_some(chance, STRANGE, 3), "return", "return")
@@ -239,7 +239,7 @@ def _process(chance: random.Random, kinds: Sequence[KindPlan]) -> ProcessPlan:
         runners=chance.choice([0, 1, 1, 1, 1, 2]),
         workers=chance.choice([1, 2, 4, 10]),
         queues=chance.choice([None, None, None, (chance.choice(queues),)]),
-        poll=chance.choice([0.5, 1.0, 3.0]),
+        poll=chance.choice([0.5, 1.0, 2.0, 3.0]),
         lease=chance.choice([2.0, 3.0, 6.0, 12.0]),
         grace=chance.choice([0.0, 1.0, 5.0]),
         busy_timeout=chance.choice([0.0, 0.2, 5.0]),
@@ -256,14 +256,15 @@ _VERBS: Final[Sequence[Verb]] = (
 def _steps(
     chance: random.Random, chaos: float, processes: int, kinds: int
 ) -> tuple[ClientStep, ...]:
-    verbs: list[Verb] = ["enqueue", "enqueue", "enqueue", *_some(chance, _VERBS, 5)]
+    verbs: list[Verb] = ["enqueue"]
+    verbs = 5 * verbs + _some(chance, _VERBS, 5)
     keys = chance.choice([0.0, 0.2, 0.8])
     deadlines = chance.choice([0.0, 0.1, 0.5])
     cancels = chance.choice([0.0, 0.0, 0.3])
     steps = []
     at = 0.0
-    for number in range(chance.choice([5, 12, 25, 40])):
-        at += chance.choice([0.0, 0.0, 0.1, 1.0, 4.0])
+    for number in range(chance.choice([5, 15, 30, 60])):
+        at += chance.choice([0.0, 0.0, 0.0, 0.05, 0.4, 2.0])
         if at > chaos:
             break
         verb = chance.choice(verbs)
@@ -316,7 +317,7 @@ def _faults(chance: random.Random, processes: int) -> tuple[StatementFault, ...]
 
 
 def _events(chance: random.Random, chaos: float, processes: int) -> tuple[Event, ...]:
-    gap = chance.choice([0, 0, 30.0, 10.0, 4.0])
+    gap = chance.choice([0, 0, 10.0, 4.0, 1.0])
     names = _some(chance, EVENTS, 3)
     events: list[Event] = []
     at = 0.0

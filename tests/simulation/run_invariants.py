@@ -87,7 +87,7 @@ def nobody_is_left_in_a_transaction(timeline: Timeline) -> Found:
 
 
 _BY_HANDLERS: Final = re.compile(
-    "raised|does not decode|does not fit|cannot be cancelled|cannot be looked at"
+    "raised|is dead after|is not valid|does not decode|cannot be cancelled|cannot be looked at"
 )
 
 

@@ -35,6 +35,19 @@ from .world import Process, World, folder, frozen_tasks_do_not_run, witnessed
 SETTLES_WITHIN: Final = 1500.0
 """Seconds: the longest leases (60 s), delays, backoffs and handlers one after the other."""
 LOOKS_EVERY: Final = 5.0
+HEALER: Final = -1
+_HEALTHY: Final = ProcessPlan(
+    place="here",
+    clock=0.0,
+    runners=1,
+    workers=4,
+    queues=None,
+    poll=2.0,
+    lease=30.0,
+    grace=5.0,
+    busy_timeout=5.0,
+    tidies=False,
+)
 
 
 @dataclass
@@ -88,8 +101,8 @@ class _Run:
     async def live(self) -> Rest:
         async with trio.open_nursery() as self.nursery:
             async with trio.open_nursery() as chaos:
-                for index in range(len(self.plan.processes)):
-                    chaos.start_soon(self.keep_alive, index)
+                for index, settings in enumerate(self.plan.processes):
+                    chaos.start_soon(self.keep_alive, index, settings)
                 chaos.start_soon(self.cause_events)
                 await trio.sleep_until(self.plan.chaos)
                 chaos.cancel_scope.cancel()
@@ -102,11 +115,11 @@ class _Run:
 
     # Chaos.
 
-    async def keep_alive(self, index: int) -> None:
+    async def keep_alive(self, index: int, settings: ProcessPlan) -> None:
         """Start the process again whenever it has ended."""
         delays = self.plan.restart_after
         while True:
-            process = Process(self.world, index, self.plan.processes[index])
+            process = Process(self.world, index, settings)
             self.current[index] = process
             self.nursery.start_soon(self.process_lives, process)
             await process.over.wait()
@@ -169,7 +182,7 @@ class _Run:
 
     # A process.
 
-    async def process_lives(self, process: Process, healer: bool = False) -> None:
+    async def process_lives(self, process: Process) -> None:
         process.enter()
         try:
             with process.scope:
@@ -227,27 +240,18 @@ class _Run:
 
     async def settle(self) -> Rest:
         world = self.world
-        settings = ProcessPlan(
-            place="here",
-            clock=0.0,
-            runners=1,
-            workers=4,
-            queues=None,
-            poll=2.0,
-            lease=30.0,
-            grace=5.0,
-            busy_timeout=5.0,
-            tidies=False,
-        )
         skew = max((abs(event.seconds) for event in self.plan.events), default=0.0)
         until = world.now() + SETTLES_WITHIN + skew
         native = world.connect()
         try:
             async with trio.open_nursery() as self.nursery:
-                healer = Process(world, -1, settings)
-                self.nursery.start_soon(self.process_lives, healer)
-                while world.now() < until and _is_any_left(native):  # noqa: ASYNC110 - it polls
-                    await trio.sleep(LOOKS_EVERY)
+                async with trio.open_nursery() as healing:
+                    # Again and again, because a poison job may take it with it.
+                    healing.start_soon(self.keep_alive, HEALER, _HEALTHY)
+                    while world.now() < until and _is_any_left(native):  # noqa: ASYNC110 - it polls
+                        await trio.sleep(LOOKS_EVERY)
+                    healing.cancel_scope.cancel()
+                healer = self.current[HEALER]
                 running = sum(runner.statistics().running for runner in healer.runners)
                 troubles = [runner.statistics().trouble for runner in healer.runners]
                 at = world.tick()

@@ -60,6 +60,7 @@ class World:
         """By payload."""
         self.jobs: dict[int, None] = {}
         """Those that somebody was told of."""
+        self.steps_taken: set[int] = set()
         self._tick = 0
         self._locks: list[tuple[float, apsw.Connection]] = []
         self._statements_of = [0] * len(plan.processes)
@@ -134,7 +135,7 @@ class World:
 
     def note_fault(self, what: str, process: Process | None, seconds: float = 0.0) -> None:
         at = self.tick()
-        until = at + round(seconds * 1e9)
+        until = at + round(min(seconds, 1e9) * 1e9)
         name = None if process is None else process.name
         self.history.faults.append(Fault(what, at, name, until))
         self.coverage[f"fault: {what}"] += 1
@@ -199,6 +200,8 @@ class Process:
         self._stashed: deque[Any] = deque()
         self._backlog: list[Callable[[], object]] = []
         world.processes.append(self)
+        if self.offset:
+            world.note_fault("skewed clock", self, math.inf)
         self.life: Life = world.history.life(self.name, world.tick(), self.identity)
 
     # What it sees of the world.

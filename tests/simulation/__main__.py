@@ -1,0 +1,160 @@
+"""The commands. `python -m tests.simulation --help` names them all.
+
+Without a command: runs decided by chance, one for each seed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from typing import Final
+
+import click
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+from . import report
+from .plan import draw
+from .runs import run
+from .shrink import shrink
+
+# Each is a module with a `main(arguments)`.
+COMMANDS: Final = ("sweep", "power", "processes", "mutants")
+_CHUNK: Final = 10
+_ENOUGH: Final = 5
+"""So many failing seeds, and nothing is learnt by looking for more."""
+
+
+@dataclass
+class Summary:
+    """What many runs came to."""
+
+    runs: int = 0
+    failed: list[int] = field(default_factory=list)
+    coverage: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Summary) -> None:
+        self.runs += other.runs
+        self.failed += other.failed
+        self.coverage += other.coverage
+
+
+def runs_of(seeds: Sequence[int]) -> Summary:
+    summary = Summary()
+    for seed in seeds:
+        result = run(draw(seed))
+        summary.runs += 1
+        summary.coverage += result.coverage
+        if result.violations:
+            summary.failed.append(seed)
+    return summary
+
+
+@click.command(epilog=f"Other commands: {', '.join(COMMANDS)}; each has a --help of its own.")
+@click.option("--seeds", type=click.IntRange(min=1), help="How many; 500 if nothing else is said.")
+@click.option("--seed", type=int, help="Only this one, and all there is to see of it.")
+@click.option("--from", "first", type=int, default=0, show_default=True, help="The first seed.")
+@click.option("--minutes", type=float, help="As many seeds as there is time for.")
+@click.option("--workers", type=click.IntRange(min=1), default=os.cpu_count(), help="Processes.")
+@click.option("--only", metavar="PIECES", help="With --seed: leave out all else of its plan.")
+@click.option("--shrink/--no-shrink", "shrinks", default=True, help="Make a failing plan small.")
+def main(
+    seeds: int | None,
+    seed: int | None,
+    first: int,
+    minutes: float | None,
+    workers: int,
+    only: str | None,
+    shrinks: bool,
+) -> None:
+    """Runs in which a seed decides everything: who is there, what is asked for, what goes wrong.
+
+    After each run all is healed, and judges look at what is left. The exit code is 1 if a
+    promise was broken; then the plan is made small, and printed is how to run it again.
+    """
+    console = Console(soft_wrap=True, highlight=False)
+    if seed is not None:
+        sys.exit(_one(console, seed, None if only is None else only.split(","), shrinks))
+    if seeds is None and minutes is None:
+        seeds = 500
+    began = time.monotonic()
+    until = None if minutes is None else began + 60 * minutes
+    numbers = itertools.count(first) if seeds is None else iter(range(first, first + seeds))
+    with Progress(console=console) as progress:
+        task = progress.add_task("runs", total=seeds)
+        summary = _many(numbers, workers, until, progress, task)
+    took = time.monotonic() - began
+    for line in report.coverage(summary.coverage):
+        console.print(line, markup=False)
+    rate = summary.runs / took
+    console.print(f"{summary.runs:,} runs in {took:.0f} s, {rate:.1f} a second", markup=False)
+    if summary.failed:
+        console.print(f"broken promises with the seeds {sorted(summary.failed)}", markup=False)
+        _one(console, min(summary.failed), None, shrinks)
+        sys.exit(1)
+
+
+def _many(
+    numbers: Iterator[int], workers: int, until: float | None, progress: Progress, task: TaskID
+) -> Summary:
+    summary = Summary()
+    began = time.monotonic()
+
+    def is_over() -> bool:
+        late = until is not None and time.monotonic() >= until
+        return late or len(summary.failed) >= _ENOUGH
+
+    def done(some: Summary) -> None:
+        summary.add(some)
+        rate = summary.runs / (time.monotonic() - began)
+        text = f"{rate:.1f} runs a second, {len(summary.failed)} broken"
+        progress.update(task, advance=some.runs, description=text)
+
+    if workers == 1:
+        while not is_over() and (chunk := list(itertools.islice(numbers, _CHUNK))):
+            done(runs_of(chunk))
+        return summary
+    waiting: set[Future[Summary]] = set()
+    # Not forked: a child must not inherit what this process has open.
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        while True:
+            while len(waiting) < 2 * workers and not is_over():
+                chunk = list(itertools.islice(numbers, _CHUNK))
+                if not chunk:
+                    break
+                waiting.add(pool.submit(runs_of, chunk))
+            if not waiting:
+                return summary
+            ready, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            for future in ready:
+                done(future.result())
+
+
+def _one(console: Console, seed: int, only: Sequence[str] | None, shrinks: bool) -> int:
+    plan = draw(seed)
+    size = len(plan.pieces())
+    result = run(plan if only is None else plan.only(only))
+    if not result.violations:
+        console.print(f"seed {seed}: all promises were kept")
+        return 0
+    if shrinks:
+        with console.status("making it small") as status:
+            result = shrink(result, lambda left: status.update(f"{left} of {size} pieces left"))
+    for line in report.failure(result, size):
+        console.print(line, markup=False)
+    return 1
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1 and sys.argv[1] in COMMANDS:
+        module = importlib.import_module(f".{sys.argv[1]}", __package__)
+        sys.exit(module.main(sys.argv[2:]))
+    main()
