@@ -1,6 +1,5 @@
 """Promises about claims and starts: I4 starts are counted, I5 nobody takes what is held, I6 writes
-are fenced, I7 results are of their claim, I8 leases are of the running, I10 a stop is in order,
-I13 nothing starts after its deadline."""
+are fenced, I7 results are of their claim, I8 leases are of the running."""
 
 from __future__ import annotations
 
@@ -179,40 +178,3 @@ def leases_are_of_the_running(timeline: Timeline) -> Found:
             moved = step.before.lease_until != step.after.lease_until
             if moved and _is_by_other(claim, step):
                 yield job, f"{step.who} moved the lease of claim {token} of {claim.holder}"
-
-
-def a_stop_leaves_nothing(timeline: Timeline) -> Found:
-    """I10: after an orderly stop no row runs in the name of the process. What its handlers
-    returned is stored by then: an end as `lost` or a hand-back is refuted by I4 and I6."""
-    for stop in timeline.evidence.history.stops:
-        if stop.ended_at is None or _was_disturbed(
-            timeline, stop.process, stop.begun_at, stop.ended_at
-        ):
-            continue
-        for (job, token), claim in timeline.claims.items():
-            if claim.holder != stop.process or claim.step.at > stop.ended_at:
-                continue
-            if claim.end is None or claim.end.at > stop.ended_at + timeline.evidence.resolution:
-                yield job, f"runs under claim {token} after the orderly stop of {stop.process}"
-
-
-def _was_disturbed(timeline: Timeline, process: str, since: int, until: int) -> bool:
-    return any(
-        fault.process in (None, process)
-        and fault.at <= until
-        and (fault.at if fault.until is None else fault.until) >= since
-        for fault in timeline.evidence.history.faults
-    )
-
-
-def nothing_starts_after_its_deadline(timeline: Timeline) -> Found:
-    """I13: no claim, and no start of a handler, at or after the deadline by that clock."""
-    for (job, token), claim in timeline.claims.items():
-        image = claim.step.after
-        if image is None or image.deadline is None or image.started_at is None:
-            continue
-        if image.started_at >= image.deadline:
-            yield job, f"was claimed at {image.started_at}, its deadline is {image.deadline}"
-        for start in timeline.starts.get((job, token), ()):
-            if start.wall is not None and start.wall >= image.deadline:
-                yield job, f"was started at {start.wall}, its deadline is {image.deadline}"

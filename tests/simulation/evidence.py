@@ -97,6 +97,8 @@ class Start:
     """"returned", or the name of the exception that left it."""
     returned: str | None = None
     """JSON text."""
+    is_stubborn: bool = False
+    """It cannot be cancelled, or not soon."""
 
 
 @dataclass(slots=True)
@@ -119,6 +121,8 @@ class Stop:
     process: str
     begun_at: int
     ended_at: int | None = None
+    is_hurried: bool = False
+    """Cancelled, not only drained."""
 
 
 @dataclass(frozen=True, slots=True)

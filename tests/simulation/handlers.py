@@ -68,6 +68,7 @@ async def _witnessed(
     )
     script = world.plan.script(attempt.payload)
     act = script[min(world.starts_of[attempt.payload], len(script) - 1)]
+    start.is_stubborn = act.name in ("swallow", "shield")
     world.starts_of[attempt.payload] += 1
     world.coverage[f"handler: {act.name}"] += 1
     try:

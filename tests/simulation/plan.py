@@ -200,12 +200,13 @@ def draw(seed: int) -> Plan:
     chaos = chance.choice([5.0, 12.0, 12.0, 30.0])
     number = chance.choice([1, 2, 2, 3, 4])
     kinds = tuple(_kind(chance, index) for index in range(chance.choice([1, 2, 3])))
+    skews = chance.choice([(0.0,), (0.0,), (0.0, 0.0, -2.0, 1.5, 30.0)])
     acts = (*ORDINARY, *_some(chance, STRANGE, 3), "return", "return")
     return Plan(
         seed=seed,
         chaos=chaos,
         kinds=kinds,
-        processes=tuple(_process(chance, kinds) for _ in range(number)),
+        processes=tuple(_process(chance, kinds, skews) for _ in range(number)),
         acts=acts,
         steps=_steps(chance, chaos, number, len(kinds)),
         faults=_faults(chance, number),
@@ -231,11 +232,13 @@ def _kind(chance: random.Random, index: int) -> KindPlan:
     )
 
 
-def _process(chance: random.Random, kinds: Sequence[KindPlan]) -> ProcessPlan:
+def _process(
+    chance: random.Random, kinds: Sequence[KindPlan], skews: Sequence[float]
+) -> ProcessPlan:
     queues = sorted({kind.queue for kind in kinds})
     return ProcessPlan(
         place=chance.choice(["here", "here", "here", "there", None]),
-        clock=chance.choice([0.0, 0.0, 0.0, 0.0, -2.0, 1.5, 30.0]),
+        clock=chance.choice(skews),
         runners=chance.choice([0, 1, 1, 1, 1, 2]),
         workers=chance.choice([1, 2, 4, 10]),
         queues=chance.choice([None, None, None, (chance.choice(queues),)]),

@@ -133,6 +133,28 @@ def _attempts(step: Step, was: Image) -> set[int]:
     return {was.attempt}
 
 
+def ends_are_by_the_rules(timeline: Timeline) -> Found:
+    """I3: a failure or a loss uses up the attempts before the job is dead, and not one more; what
+    must not be interrupted is not started again."""
+    for job, steps in timeline.steps.items():
+        for step in steps:
+            before, after = step.before, step.after
+            if before is None or after is None or not step.ends_claim:
+                continue
+            rules = timeline.evidence.rules.get(after.kind)
+            if rules is None or step.outcome in (None, "cancelled", "deadline"):
+                continue
+            is_last = before.attempt >= rules.attempts
+            is_interrupted = step.outcome in ("lost", "interrupted")
+            if is_interrupted and (rules.on_interrupt == "fail") != (after.state == "failed"):
+                yield job, f"on_interrupt is {rules.on_interrupt}: {step}"
+            if after.state == "dead" and not is_last:
+                yield job, f"is dead, and attempts are left: {step}"
+            counts = step.outcome in ("failed", "timed out", "lost")
+            if after.state == "queued" and counts and is_last:
+                yield job, f"is queued, and no attempt is left: {step}"
+
+
 def a_key_has_one_live_job(timeline: Timeline) -> Found:
     """I11: at no moment have two queued or running jobs of a kind the same key."""
     live: defaultdict[tuple[str, str], set[int]] = defaultdict(set)

@@ -165,20 +165,21 @@ class _Run:
 
     def end(self, process: Process, *, by_stop: bool) -> None:
         if by_stop:
-            self.stop_begins(process)
+            self.stop_begins(process, is_hurried=True)
             process.scope.cancel()
         else:
             process.kill()
 
     def drain(self, process: Process) -> None:
-        self.stop_begins(process)
+        self.stop_begins(process, is_hurried=False)
         for runner in process.runners:
             runner.drain()
 
-    def stop_begins(self, process: Process) -> None:
+    def stop_begins(self, process: Process, *, is_hurried: bool) -> None:
         history = self.world.history
         if not any(stop.process == process.name for stop in history.stops):
-            history.stops.append(Stop(process.name, self.world.tick()))
+            at = self.world.tick()
+            history.stops.append(Stop(process.name, at, is_hurried=is_hurried))
 
     # A process.
 

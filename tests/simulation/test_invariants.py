@@ -30,7 +30,7 @@ from .evidence import (
 )
 from .invariants import CHECKERS, check_all
 
-RULES = {"work": Rules(attempts=2)}
+RULES = {"work": Rules(attempts=2), "last": Rules(attempts=1)}
 
 
 class Case:
@@ -145,7 +145,8 @@ def test_a_good_history_is_good(case: Case) -> None:
 
 
 def test_every_promise_has_its_judge() -> None:
-    assert set(CHECKERS) == {f"I{number}" for number in range(1, 19) if number != 12}
+    judged = {name for name, _ in CHECKERS}
+    assert judged == {f"I{number}" for number in range(1, 19) if number != 12}
 
 
 # I1.
@@ -214,7 +215,7 @@ def test_an_end_that_is_overwritten(case: Case) -> None:
 
 
 def test_a_new_life_that_nobody_asked_for(case: Case) -> None:
-    case.enqueue()
+    case.enqueue(kind="last")
     case.fail(case.claim(), "dead")
     case.step(1, "b", state="queued", attempt=0)
     case.finish(case.claim())
@@ -249,6 +250,23 @@ def test_more_attempts_than_the_kind_allows(case: Case) -> None:
     case.finish(case.claim())
 
     assert case.broken() == {"I3", "I4"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "outcome", "state"),
+    [
+        ("work", "failed", "dead"),
+        ("work", "lost", "failed"),
+        ("last", "timed out", "queued"),
+    ],
+)
+def test_an_end_against_the_rules(case: Case, kind: str, outcome: str, state: str) -> None:
+    case.enqueue(kind=kind)
+    case.fail(case.claim(), state, outcome=outcome)
+    if state == "queued":
+        case.step(1, "client", state="cancelled")
+
+    assert case.broken() == {"I3"}
 
 
 # I4.
@@ -304,10 +322,10 @@ def test_a_row_that_is_taken_up_before_its_lease_ends(case: Case) -> None:
 
 def test_a_row_that_is_taken_up_after_its_lease_or_from_the_dead(case: Case) -> None:
     case.enqueue(1)
-    case.claim(1, "a", lease=0)
+    case.claim(1, "a", lease=0).ended_at = case.now()
     case.end(1, "queued", "b", outcome="lost")
     case.finish(case.claim(1, "b"))
-    case.enqueue(2)
+    case.enqueue(2, kind="last")
     case.claim(2, "a")
     case.history.lives[1].killed_at = case.now()
     case.end(2, "dead", "b", outcome="lost")
@@ -322,6 +340,22 @@ def test_an_end_that_is_written_by_another(case: Case) -> None:
     case.finish(case.claim(1, "b"))
 
     assert case.broken() == {"I5"}
+
+
+def test_a_claim_while_the_handler_of_the_last_one_is_under_way(case: Case) -> None:
+    case.enqueue()
+    late = case.claim(1, "a", lease=0)
+    case.end(1, "queued", "b", outcome="lost")
+    case.finish(case.claim(1, "b"))
+    late.ended_at = case.now()
+    assert case.broken() == {"I5"}
+
+    late.is_stubborn = True
+    assert case.broken() == set()
+
+    late.is_stubborn = False
+    case.history.faults.append(Fault("freeze", 1))
+    assert case.broken() == set()
 
 
 # I6.
@@ -343,7 +377,7 @@ def test_an_end_under_a_handler_that_still_runs(case: Case) -> None:
     case.end(1, "queued", "a", attempt=0, interruptions=1, outcome="interrupted")
     case.finish(case.claim())
 
-    assert case.broken() == {"I6"}
+    assert case.broken() == {"I5", "I6"}
 
 
 def test_an_end_without_a_start(case: Case) -> None:
@@ -454,7 +488,7 @@ def test_a_cancel_that_is_forgotten(case: Case) -> None:
 
 
 def test_a_retry_that_did_nothing(case: Case) -> None:
-    case.enqueue()
+    case.enqueue(kind="last")
     case.fail(case.claim(), "dead")
     case.history.call("retry", "client", case.now(), job=1).ok(case.now(), ids=(1,))
 
@@ -475,7 +509,7 @@ def test_a_state_that_was_not_so(case: Case) -> None:
 
 @pytest.mark.parametrize("is_disturbed", [False, True])
 def test_a_row_that_runs_after_an_orderly_stop(case: Case, is_disturbed: bool) -> None:
-    case.enqueue()
+    case.enqueue(kind="last")
     case.claim(lease=20)
     case.history.stops.append(Stop("a", case.now(), case.now()))
     if is_disturbed:
@@ -484,6 +518,18 @@ def test_a_row_that_runs_after_an_orderly_stop(case: Case, is_disturbed: bool) -
     case.end(1, "dead", "b", outcome="lost")
 
     assert case.broken() == (set() if is_disturbed else {"I10"})
+
+
+@pytest.mark.parametrize("is_hurried", [False, True])
+def test_a_start_after_a_stop_began(case: Case, is_hurried: bool) -> None:
+    case.enqueue()
+    stop = Stop("a", case.now(), is_hurried=is_hurried)
+    case.history.stops.append(stop)
+    case.moment += 10**8
+    case.finish(case.claim())
+    stop.ended_at = case.now()
+
+    assert case.broken() == ({"I10"} if is_hurried else set())
 
 
 # I11.
@@ -504,6 +550,13 @@ def test_two_live_jobs_with_a_key(case: Case) -> None:
 def test_a_claim_at_the_deadline(case: Case) -> None:
     case.enqueue()
     case.step(1, "client", deadline=case.moment + 10)
+    case.finish(case.claim())
+
+    assert case.broken() == {"I13"}
+
+
+def test_a_claim_before_the_job_is_due(case: Case) -> None:
+    case.enqueue(run_at=10**9)
     case.finish(case.claim())
 
     assert case.broken() == {"I13"}
@@ -561,9 +614,21 @@ def test_a_payload_in_a_failure_or_in_the_log(case: Case) -> None:
     assert case.broken() == {"I18"}
 
     case.history.logs.clear()
-    case.enqueue()
+    case.enqueue(kind="last")
     case.fail(case.claim(), "dead", failure="canary 1 is not a number")
     assert case.broken() == {"I18"}
+
+
+@pytest.mark.parametrize("faults", [0, 1])
+def test_an_end_that_is_not_written_while_there_is_time(case: Case, faults: int) -> None:
+    case.enqueue(kind="last")
+    start = case.claim(lease=10**7)
+    start.ended_at, start.ending = case.now(), "returned"
+    case.history.faults += [Fault("full", case.moment, until=10**10)] * faults
+    case.moment = 10**10 + 100
+    case.end(1, "dead", "b", outcome="lost")
+
+    assert case.broken() == (set() if faults else {"I16"})
 
 
 # The audit.

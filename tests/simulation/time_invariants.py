@@ -1,0 +1,127 @@
+"""Promises about time: I5 attempts do not overlap, I10 a stop is in order, I13 nothing starts too
+early or too late, I16 an end that was refused is written again.
+
+Some of them can only be kept by a process that runs, by clocks that are right. Where something was
+made to go wrong with that at the time, they are not asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from .evidence import Stop
+from .timeline import Claim, Found, Timeline
+
+_SECOND: Final = 1_000_000_000
+_LONGEST_REPEAT: Final = 3 * _SECOND
+"""A refused end is written again every two seconds."""
+_ONLY_REFUSALS: Final = frozenset(
+    {"I/O error", "I/O errors", "full", "commit reports an error", "commit fails", "commit unknown"}
+)
+"""The faults that do not keep a process from running, nor touch a clock."""
+
+
+def attempts_do_not_overlap(timeline: Timeline) -> Found:
+    """I5: the handler of a claim has ended before there is another claim, unless it cannot be
+    cancelled, its process does not run, or clocks are wrong."""
+    faults = timeline.evidence.history.faults
+    disturbed_from = min(
+        (fault.at for fault in faults if fault.what not in _ONLY_REFUSALS), default=None
+    )
+    last: dict[int, Claim] = {}
+    for (job, token), claim in timeline.claims.items():
+        before, last[job] = last.get(job), claim
+        at = claim.step.at
+        if before is None or (disturbed_from is not None and disturbed_from <= at):
+            continue
+        start = timeline.start_of(job, before.token)
+        if start is None or start.is_stubborn or timeline.is_dead(start.process, at):
+            continue
+        if start.ended_at is None or start.ended_at > at + timeline.evidence.resolution:
+            yield job, f"was claimed under {token} while its start {before.token} was under way"
+
+
+def a_stop_leaves_nothing(timeline: Timeline) -> Found:
+    """I10: after an orderly stop no row runs in the name of the process. What its handlers
+    returned is stored by then (I4 and I6 refute other ends). In a hurried one nothing starts."""
+    for stop in timeline.evidence.history.stops:
+        if stop.ended_at is None or _was_disturbed(
+            timeline, stop.process, stop.begun_at, stop.ended_at
+        ):
+            continue
+        if stop.is_hurried:
+            yield from _starts_after(timeline, stop)
+        for (job, token), claim in timeline.claims.items():
+            if claim.holder != stop.process or claim.step.at > stop.ended_at:
+                continue
+            if claim.end is None or claim.end.at > stop.ended_at + timeline.evidence.resolution:
+                yield job, f"runs under claim {token} after the orderly stop of {stop.process}"
+
+
+def _starts_after(timeline: Timeline, stop: Stop) -> Found:
+    margin = timeline.evidence.resolution + _SECOND // 100
+    for (job, token), starts in timeline.starts.items():
+        if starts[0].process == stop.process and starts[0].at > stop.begun_at + margin:
+            yield job, f"was started under {token} after the stop of {stop.process} began"
+
+
+def _was_disturbed(timeline: Timeline, process: str, since: int, until: int) -> bool:
+    return any(at <= until and to >= since for at, to in _disturbances(timeline, process))
+
+
+def _disturbances(timeline: Timeline, process: str) -> list[tuple[int, int]]:
+    return [
+        (fault.at, fault.at if fault.until is None else fault.until)
+        for fault in timeline.evidence.history.faults
+        if fault.process in (None, process)
+    ]
+
+
+def nothing_starts_too_early_or_late(timeline: Timeline) -> Found:
+    """I13: no claim, and no start of a handler, at or after the deadline by that clock; no claim
+    before the job is due (what was due when it was enqueued stays due)."""
+    for (job, token), claim in timeline.claims.items():
+        image = claim.step.after
+        if image is None or image.started_at is None:
+            continue
+        if image.run_at > max(image.started_at, image.enqueued_at):
+            yield job, f"was claimed at {image.started_at}, and due at {image.run_at}"
+        if image.deadline is None:
+            continue
+        if image.started_at >= image.deadline:
+            yield job, f"was claimed at {image.started_at}, its deadline is {image.deadline}"
+        for start in timeline.starts.get((job, token), ()):
+            if start.wall is not None and start.wall >= image.deadline:
+                yield job, f"was started at {start.wall}, its deadline is {image.deadline}"
+
+
+def refused_ends_are_written_again(timeline: Timeline) -> Found:
+    """I16: what a handler came to is not lost with its claim, if there was time to write it while
+    the process ran and the lease lasted."""
+    for (job, token), claim in timeline.claims.items():
+        start, end = timeline.start_of(job, token), claim.end
+        if start is None or start.ended_at is None or end is None or end.outcome != "lost":
+            continue
+        over = _lease_is_over(claim)
+        if over is None or end.who == claim.holder or timeline.is_dead(start.process, over):
+            continue
+        until = min(over, end.at) - timeline.evidence.resolution
+        gap = _longest_gap(_disturbances(timeline, start.process), start.ended_at, until)
+        if gap > _LONGEST_REPEAT:
+            yield job, f"claim {token} was lost, though its handler had ended: {start}"
+
+
+def _lease_is_over(claim: Claim) -> int | None:
+    """When it was, by the clock of the holder as it was at the last renewal."""
+    step = claim.changes[-1] if claim.changes else claim.step
+    if step.wall is None or step.after is None or step.after.lease_until is None:
+        return None
+    return step.at + (step.after.lease_until - step.wall) * 1000
+
+
+def _longest_gap(disturbances: list[tuple[int, int]], since: int, until: int) -> int:
+    gap = 0
+    for at, to in sorted(disturbances):
+        gap = max(gap, min(at, until) - since)
+        since = max(since, to)
+    return max(gap, until - since)
