@@ -1,0 +1,101 @@
+"""What only real processes can do wrong, judged beside the invariants of all runs.
+
+Who made a change is not in their audit, as no connection but the library's own takes part in it;
+so it is asked of the owners. And a process has an exit code, a log, and may fail to end.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from .child import INTERRUPTED
+from .evidence import Evidence, Step
+from .fleet import Process
+from .invariants import Violation, check_all
+from .timeline import Found, Timeline
+
+LEFT_IN_ORDER: Final = 0
+
+
+def judge(evidence: Evidence, processes: Sequence[Process]) -> list[Violation]:
+    """All that is wrong."""
+    timeline = Timeline(evidence)
+    return [
+        *check_all(evidence),
+        *(Violation("I5", job, text) for job, text in nobody_takes_what_is_held(timeline)),
+        *(Violation("exit", None, text) for text in exits_are_as_documented(processes)),
+        *(Violation("log", None, text) for text in nothing_unforeseen_is_logged(evidence)),
+    ]
+
+
+def nobody_takes_what_is_held(timeline: Timeline) -> Found:
+    """I5: a claim ends under its handler only when its lease is over, or its owner dead."""
+    for (job, token), claim in timeline.claims.items():
+        end = claim.end
+        if end is None or end.before is None or end.before.lease_until is None:
+            continue
+        start = timeline.start_of(job, token)
+        latest = end.at + timeline.evidence.resolution
+        is_own = start is not None and start.ended_at is not None and start.ended_at <= latest
+        if is_own or end.outcome is None or timeline.is_owner_dead(end.before, end.at):
+            continue
+        decided_at = _decided_at(timeline, end)
+        if decided_at is not None and decided_at < end.before.lease_until:
+            yield job, f"claim {token} of {claim.holder} was ended under its handler: {end}"
+
+
+def _decided_at(timeline: Timeline, end: Step) -> int | None:
+    """The latest instant it can have been decided at, by the wall clock all of them share."""
+    later = [step for step in timeline.steps[end.job] if step.seq > end.seq]
+    # A lost row is queued and taken in one transaction.
+    images = [end.after, later[0].after if later and later[0].is_claim else None]
+    instants = [
+        instant
+        for image in images
+        if image is not None
+        for instant in (image.finished_at, image.started_at)
+        if instant is not None
+    ]
+    return max(instants, default=None)
+
+
+def exits_are_as_documented(processes: Sequence[Process]) -> Iterator[str]:
+    """A process that was asked to stop ends, with 0; with 130 where Ctrl-C is left to Python.
+
+    Before it listens to signals, and after its runner is gone, they do what they do by default.
+    """
+    for process in processes:
+        allowed = _allowed(process)
+        if process.code not in allowed:
+            wanted = " or ".join(map(str, sorted(allowed)))
+            yield (
+                f"{process.name} ({process.settings.mode}) ended with {process.code}, not {wanted};"
+                f" it was sent {[number.name for number in process.signalled]}"
+            )
+
+
+def _allowed(process: Process) -> set[int]:
+    if process.killed_at is not None or process.killed_itself:
+        return {-signal.SIGKILL, LEFT_IN_ORDER, *(_by_default(process))}
+    if not process.signalled:
+        return {LEFT_IN_ORDER} if process.settings.until_idle else set()
+    if process.settings.mode == "bare":
+        return {INTERRUPTED}
+    if not process.listened or len(process.signalled) > 1:
+        return {LEFT_IN_ORDER, *_by_default(process)}
+    return {LEFT_IN_ORDER}
+
+
+def _by_default(process: Process) -> set[int]:
+    codes = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: -signal.SIGTERM}
+    return {codes[number] for number in process.signalled}
+
+
+def nothing_unforeseen_is_logged(evidence: Evidence) -> Iterator[str]:
+    """No handler here raises anything that is logged with a traceback."""
+    for line in evidence.history.logs:
+        if line.level >= logging.ERROR and "Traceback" in line.text:
+            yield line.text
