@@ -104,6 +104,14 @@ class Diary:
         if os.write(self._file, data) != len(data):
             os.abort()  # its evidence is incomplete from here on, so it must not go on
 
+    def say_started(self) -> None:
+        here = this_process()
+        identity = None if here is None else (here.place, here.pid, here.started)
+        self.say("started", identity=identity)
+
+    def close(self) -> None:
+        os.close(self._file)
+
 
 class _Here:
     """What handlers cannot be given by their runner: which process they are in."""
@@ -267,9 +275,7 @@ def main(settings: Settings) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", force=True)
     _Here.settings = settings
     _Here.diary = Diary(settings.evidence, settings.name)
-    here = this_process()
-    identity = None if here is None else (here.place, here.pid, here.started)
-    _Here.diary.say("started", identity=identity)
+    _Here.diary.say_started()
     code = _be_the_command(settings) if settings.mode == "command" else _run(settings)
     _Here.diary.say("ended", code=code)
     return code

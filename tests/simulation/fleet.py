@@ -130,6 +130,8 @@ def _become(main: Callable[[], int], log: Path) -> None:
         os.dup2(output, 1)
         os.dup2(output, 2)
         code = main()
+    except KeyboardInterrupt:
+        code = child.INTERRUPTED  # before Trio ran, or after it
     except BaseException:  # also one that ends interpreters: nothing of ours may run on
         traceback.print_exc()
     finally:

@@ -7,22 +7,33 @@ no holes, for each line is in the kernel's hands before the process does the nex
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import Iterable, Sequence
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from trio_jobs import SqliteStore
+
 from . import child
+from .child_client import CANARY
 from .evidence import (
+    STATES,
     Call,
+    Evidence,
     Fault,
     History,
     LogLine,
     Publication,
+    Rest,
     Rules,
     Start,
     Stop,
+    audit_schema,
+    read_audit,
 )
 from .fleet import Process
 
@@ -31,6 +42,67 @@ RULES: Final = {kind.name: Rules(kind.retry.attempts, kind.on_interrupt) for kin
 LATE: Final = 100_000_000
 """Nanoseconds: a change is written down when it is made, and seen when it is committed, which on
 a busy machine is later."""
+
+
+REAL_TIME: Final = Fault("a busy machine may do anything to anybody", at=0, until=0)
+"""Under the real clock no round is without faults."""
+
+
+def make_file(database: Path) -> None:
+    """With all tables of the library, the audit, and the application's own."""
+    store = SqliteStore(database)
+    store.open()
+    store.close()
+    with connected(database) as connection:
+        for statement in audit_schema():
+            connection.execute(statement)
+        connection.execute("CREATE TABLE ballast (zeros BLOB)")
+
+
+def evidence_of(
+    database: Path,
+    processes: Sequence[Process],
+    faults: Iterable[Fault] = (),
+    *,
+    resolution: int = LATE,
+    starts_are_complete: bool = True,
+) -> Evidence:
+    """Of all that has happened, when every process has ended."""
+    return Evidence(
+        history_of(processes, [REAL_TIME, *faults]),
+        read_audit(str(database)),
+        RULES,
+        canary=CANARY,
+        rest=_rest_of(database),
+        resolution=resolution,
+        starts_are_complete=starts_are_complete,
+    )
+
+
+def _rest_of(database: Path) -> Rest:
+    with connected(database) as connection:
+        can_write = True
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute("ROLLBACK")
+        except sqlite3.OperationalError:
+            can_write = False
+        [(integrity,)] = connection.execute("PRAGMA integrity_check")
+        states = connection.execute("SELECT id, state FROM trio_jobs_job")
+        return Rest(
+            time.time_ns(),
+            can_write=can_write,
+            integrity=integrity,
+            states={id: STATES[code] for id, code in states},
+        )
+
+
+@contextlib.contextmanager
+def connected(database: Path) -> Iterator[sqlite3.Connection]:
+    """A connection of our own, which waits for nobody."""
+    with contextlib.closing(sqlite3.connect(database, isolation_level=None, timeout=0)) as own:
+        own.execute("PRAGMA wal_autocheckpoint = 0")
+        yield own
 
 
 def history_of(processes: Sequence[Process], faults: Iterable[Fault]) -> History:

@@ -6,7 +6,6 @@ so it is asked of the owners. And a process has an exit code, a log, and may fai
 
 from __future__ import annotations
 
-import logging
 import signal
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -90,12 +89,14 @@ def _allowed(process: Process) -> set[int]:
 
 
 def _by_default(process: Process) -> set[int]:
-    codes = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: -signal.SIGTERM}
-    return {codes[number] for number in process.signalled}
+    codes = {signal.SIGTERM: {-signal.SIGTERM}, signal.SIGINT: {INTERRUPTED}}
+    if process.settings.mode == "command":
+        codes[signal.SIGINT].add(1)  # click's
+    return {code for number in process.signalled for code in codes[number]}
 
 
 def nothing_unforeseen_is_logged(evidence: Evidence) -> Iterator[str]:
     """No handler here raises anything that is logged with a traceback."""
     for line in evidence.history.logs:
-        if line.level >= logging.ERROR and "Traceback" in line.text:
+        if "Traceback" in line.text:
             yield line.text

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import random
 import signal
-import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-from trio_jobs import SqliteStore
-
 from .child import Settings
-from .child_client import CANARY
 from .disk import Disk
-from .evidence import STATES, Evidence, Fault, Rest, audit_schema, read_audit
+from .evidence import Evidence, Fault
 from .fleet import Fleet, Process
 from .invariants import Violation
-from .process_evidence import LATE, RULES, history_of
+from .process_evidence import LATE, evidence_of, make_file
 from .process_judge import judge
 from .process_plan import Moment, Plan
 
@@ -37,9 +32,6 @@ TO_HEAL: Final = 40.0
 
 FROZEN: Final = 3_000_000_000
 """Nanoseconds: longer than any process is."""
-
-REAL_TIME: Final = Fault("a busy machine may do anything to anybody", at=0, until=0)
-"""Under the real clock no round is without faults."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +75,7 @@ class Round:
     # Before.
 
     def prepare(self) -> None:
-        """A file with all its tables, and the audit."""
-        store = SqliteStore(self._database)
-        store.open()
-        store.close()
-        with connected(self._database) as connection:
-            for statement in audit_schema():
-                connection.execute(statement)
-            connection.execute("CREATE TABLE ballast (zeros BLOB)")
+        make_file(self._database)
 
     # Chaos.
 
@@ -187,27 +172,10 @@ class Round:
 
     def evidence(self) -> Evidence:
         """Of all that has happened, when every process has ended."""
-        with connected(self._database) as connection:
-            can_write = True
-            try:
-                connection.execute("BEGIN IMMEDIATE")
-                connection.execute("ROLLBACK")
-            except sqlite3.OperationalError:
-                can_write = False
-            [(integrity,)] = connection.execute("PRAGMA integrity_check")
-            states = connection.execute("SELECT id, state FROM trio_jobs_job")
-            rest = Rest(
-                time.time_ns(),
-                can_write=can_write,
-                integrity=integrity,
-                states={id: STATES[code] for id, code in states},
-            )
-        return Evidence(
-            history_of(self._fleet.all, [REAL_TIME, *self._faults]),
-            read_audit(str(self._database)),
-            RULES,
-            canary=CANARY,
-            rest=rest,
+        return evidence_of(
+            self._database,
+            self._fleet.all,
+            self._faults,
             # A frozen process may have made a change that nobody sees until it commits.
             resolution=FROZEN if self._plan.kind == "stop" else LATE,
             # KeyboardInterrupt may come between the call of a handler and its first line.
@@ -225,11 +193,3 @@ class Round:
             **changes,
         )
         return self._fleet.start(settings, self._folder / f"{name}.log")
-
-
-@contextlib.contextmanager
-def connected(database: Path) -> Iterator[sqlite3.Connection]:
-    """A connection of our own, which waits for nobody."""
-    with contextlib.closing(sqlite3.connect(database, isolation_level=None, timeout=0)) as own:
-        own.execute("PRAGMA wal_autocheckpoint = 0")
-        yield own
