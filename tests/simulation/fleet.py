@@ -34,8 +34,8 @@ class Process:
     killed_at: int | None = None
     ended_at: int | None = None
     code: int | None = None
-    listened: bool = False
-    """It got as far as to listen to signals; this and the next are known by its own words."""
+    listens_since: int | None = None
+    """From when on it listens to signals; this and the next are known by its own words."""
     killed_itself: bool = False
 
     @property

@@ -135,9 +135,22 @@ class _Reader:
         elif self._life.killed_at is None:
             self._life.killed_at = process.killed_at or process.signalled_at or process.ended_at
             self._life.ended_at = None
+        if process.settings.mode == "bare" and process.signalled_at is not None:
+            self._forget_what_was_cut(process.signalled_at)
         logs = log_of(process)
         self._history.logs += logs
-        process.listened |= any("working on" in line.text for line in logs)
+        if any("working on" in line.text for line in logs):
+            process.listens_since = process.started_at  # the command listens before it says so
+
+    def _forget_what_was_cut(self, since: int) -> None:
+        # KeyboardInterrupt comes between any two instructions: also between what a handler tells
+        # and what it does, or when it has told of its return and is still to return.
+        self._history.starts = [
+            start
+            for start in self._history.starts
+            if start.process != self._process.name
+            or (start.ended_at is not None and start.ended_at < since)
+        ]
 
     # One for each event that a child tells of.
 
@@ -147,7 +160,7 @@ class _Reader:
             self._life.identity = (place, pid, started)
 
     def _obeys(self, at: int, process: str) -> None:
-        self._process.listened = True
+        self._process.listens_since = at
 
     def _stopping(self, at: int, process: str, signal: int) -> None:
         self._stopping_at = self._stopping_at or at

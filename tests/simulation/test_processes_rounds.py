@@ -188,7 +188,7 @@ def test_a_row_that_runs_after_an_orderly_stop_is_seen(scene: Scene) -> None:
 
 def test_an_exit_code_that_is_not_documented_is_seen(scene: Scene) -> None:
     scene.process.code = 1
-    scene.process.listened = True
+    scene.process.listens_since = 0
 
     assert scene.judged() == {"exit"}
 
