@@ -15,11 +15,15 @@ from pathlib import Path
 from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar
 
 from trio_jobs import Job, Jobs, Kind, StoreError, TrioJobsError
+from trio_jobs._codec import Codec
 
 T = TypeVar("T")
 
 CANARY: Final = "canary"
 """Is in every payload, and must be seen nowhere else."""
+
+MAX_BYTES: Final = 1_000_000
+"""The library's own bound for what it stores."""
 
 LOCK_TIMEOUT: Final = 0.3
 """Seconds an own connection waits for the lock, and holds up everything here meanwhile."""
@@ -164,8 +168,13 @@ class Client:
 
 def _stored(kind: Kind[Any, Any], payloads: Sequence[object]) -> dict[str, object]:
     """What will be told of jobs before they are there: by their payloads they can be found."""
-    encoded = [kind.payload_codec.encode(payload, 1_000_000).decode() for payload in payloads]
-    return {"kind": kind.name, "payloads": encoded}
+    texts = [encoded(kind.payload_codec, payload) for payload in payloads]
+    return {"kind": kind.name, "payloads": texts}
+
+
+def encoded(codec: Codec, value: object) -> str:
+    """As the library stores it."""
+    return codec.encode(value, MAX_BYTES).decode()
 
 
 def own_connection(database: Path, driver: Literal["sqlite3", "apsw"]) -> OwnConnection:

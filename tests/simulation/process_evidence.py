@@ -1,14 +1,11 @@
-"""What real processes left behind, as the evidence that the judges of all runs know; and the few
-things only real processes can do wrong.
+"""What real processes left behind, as the evidence that the judges of all runs know.
 
-A diary may end anywhere, even where its process was killed in the middle of nothing; but it has
-no holes, for each line is in the kernel's hands before the process does the next thing.
+Their own diaries, their logs, what was done to them, and the file with its audit.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import sqlite3
 import time
@@ -18,8 +15,9 @@ from typing import Any, Final
 
 from trio_jobs import SqliteStore
 
-from . import child
 from .child_client import CANARY
+from .child_handlers import KINDS
+from .diary import lines_of
 from .evidence import (
     STATES,
     Call,
@@ -37,7 +35,7 @@ from .evidence import (
 )
 from .fleet import Process
 
-RULES: Final = {kind.name: Rules(kind.retry.attempts, kind.on_interrupt) for kind in child.KINDS}
+RULES: Final = {kind.name: Rules(kind.retry.attempts, kind.on_interrupt) for kind in KINDS}
 
 LATE: Final = 100_000_000
 """Nanoseconds: a change is written down when it is made, and seen when it is committed, which on
@@ -209,13 +207,6 @@ class _Reader:
 
 def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    """There is no file if the process was killed before its first word."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 _LEVELS: Final = logging.getLevelNamesMapping()

@@ -15,9 +15,10 @@ import trio
 
 from trio_jobs import open_jobs, run_once
 
-from . import child
-from .child import HANDLERS, Diary, Settings, Task, steps
+from .child import Settings
 from .child_client import CANARY, Client
+from .child_handlers import Handlers, Task, steps
+from .diary import Diary
 from .fleet import Process
 from .process_evidence import connected, evidence_of, make_file
 from .process_judge import judge
@@ -99,20 +100,19 @@ class Scene:
 
 
 @pytest.fixture
-def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+def scene(tmp_path: Path) -> Scene:
     scene = Scene(tmp_path)
     make_file(scene.database)
     settings = scene.process.settings
-    monkeypatch.setattr(child._Here, "settings", settings, raising=False)
     diary = Diary(settings.evidence, settings.name)
-    monkeypatch.setattr(child._Here, "diary", diary, raising=False)
+    handlers = Handlers(settings.seed, diary, lease=1.0, is_deadly=False).all
     diary.say_started()
 
     async def live() -> None:
         async with open_jobs(scene.database) as jobs:
             client = Client(jobs, diary.say, "A1")
             await client.enqueue(steps, Task(client.new_tag(), (0.0, 0.0)))
-            await run_once(jobs, HANDLERS)
+            await run_once(jobs, handlers)
 
     trio.run(live)
     diary.say("ended", code=0)
