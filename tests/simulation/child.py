@@ -7,6 +7,7 @@ seed, and judges nothing.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import random
 import signal
@@ -40,6 +41,9 @@ Mode: TypeAlias = Literal["scope", "drain", "command", "bare"]
 
 INTERRUPTED: Final = 130
 """The exit code of a process that ended by KeyboardInterrupt, as a shell has it."""
+
+TELL_WHERE: Final = signal.SIGUSR1
+"""The signal that makes it log where all its threads are."""
 
 LONGEST_LIFE: Final = 60
 """Seconds: also if nobody is left to end it."""
@@ -80,6 +84,7 @@ def handlers_of_the_command() -> list[Handler]:
 def main(settings: Settings) -> int:
     """Be that process; returns its exit code."""
     signal.alarm(LONGEST_LIFE)
+    faulthandler.register(TELL_WHERE)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", force=True)
     diary = Diary(settings.evidence, settings.name)
     diary.say_started()

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,9 +72,12 @@ class Fleet:
 
     def start(self, settings: Settings, log: Path) -> Process:
         started_at = time.time_ns()
+        # In what Python does after a fork it would swallow the KeyboardInterrupt.
+        held_back = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         pid = os.fork()
         if pid == 0:
-            _become(lambda: child.main(settings), log)
+            _become(lambda: child.main(settings), log, held_back)
+        signal.pthread_sigmask(signal.SIG_SETMASK, held_back)
         process = Process(settings, pid, log, started_at)
         self.all.append(process)
         return process
@@ -99,6 +102,11 @@ class Fleet:
         if process.is_alive:
             os.kill(process.pid, signal.SIGCONT)
 
+    def ask_where(self, process: Process) -> None:
+        """It has not ended: its log will tell where it is."""
+        os.kill(process.pid, child.TELL_WHERE)
+        time.sleep(0.3)
+
     def reap(self) -> list[Process]:
         """Those that have ended since the last call."""
         return [process for process in self.alive if self._has_ended(process)]
@@ -122,10 +130,11 @@ class Fleet:
         return True
 
 
-def _become(main: Callable[[], int], log: Path) -> None:
+def _become(main: Callable[[], int], log: Path, signals: Iterable[int]) -> None:
     """Be the forked process, and end like any other."""
     code = 1
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)

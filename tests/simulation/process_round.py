@@ -26,6 +26,10 @@ TO_STOP: Final = 20.0
 """Seconds a process is given to end after it was asked to: grace, clean-up and final writes are
 less than five, the rest is for a busy machine."""
 
+SWALLOWED: Final = "Exception ignored in"
+"""What Python says when it lets KeyboardInterrupt come in a place where no exception can leave,
+such as the callback of a weak reference. Then people press Ctrl-C again."""
+
 TO_HEAL: Final = 40.0
 """Seconds until everything must have ended; a busy machine needs two."""
 
@@ -165,9 +169,15 @@ class Round:
     def _end(self, process: Process, within: float = TO_STOP) -> list[Violation]:
         if self._fleet.wait(process, within=within):
             return []
+        if SWALLOWED in process.log.read_text(errors="replace"):
+            self._fleet.send(process, self._signal)
+            if self._fleet.wait(process, within=within):
+                return []
+        self._fleet.ask_where(process)
         self._fleet.kill(process)
         self._fleet.wait(process, within=TO_STOP)
-        text = f"{process.name} ({process.settings.mode}) has not ended within {within} s"
+        log = process.log.read_text(errors="replace")[-5000:]
+        text = f"{process.name} ({process.settings.mode}) has not ended within {within} s:\n{log}"
         return [Violation("I16", None, text)]
 
     def evidence(self) -> Evidence:
