@@ -6,6 +6,7 @@ so it is asked of the owners. And a process has an exit code, a log, and may fai
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -103,7 +104,12 @@ def _by_default(process: Process) -> set[int]:
 
 def nothing_unforeseen_is_logged(evidence: Evidence) -> Iterator[str]:
     """No handler here raises anything that is logged with a traceback, but for the `LeaseLost`
-    of a publication that comes too late."""
+    of a publication that comes too late; and Python tells of a Ctrl-C that it swallows."""
     for line in evidence.history.logs:
-        if "Traceback" in line.text and "\ntrio_jobs.LeaseLost: " not in line.text:
+        if "Traceback" in line.text and not _FORESEEN.search(line.text):
             yield line.text
+
+
+_FORESEEN: Final = re.compile(
+    r"^trio_jobs\.LeaseLost: |^Exception ignored in.*^KeyboardInterrupt", re.MULTILINE | re.DOTALL
+)
