@@ -11,7 +11,6 @@ done at the same instants, give or take what the machine needs.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -26,7 +25,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, get_args
+from typing import Final
+
+import click
 
 from .evidence import Step
 from .fleet import Process
@@ -35,50 +36,49 @@ from .process_round import Outcome, run_round
 
 COMMAND: Final = "python -m tests.simulation processes"
 
-FOUND: Final = 1
-"""The exit code where there was a violation."""
-
 _SHOWN: Final = 10
 _REPORT: Final = "report.json"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run rounds; 1 if there was a violation."""
-    options = _parser().parse_args(arguments)
-    kinds: Sequence[RoundKind] = [options.kind] if options.kind else KINDS
-    first = random.randrange(1_000_000) if options.seed is None else options.seed
-    todo = [(kind, first + number) for number in range(options.rounds) for kind in kinds]
+@click.command()
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="A kind.")
+@click.option("--kind", type=click.Choice(KINDS), help="Only rounds of this kind.")
+@click.option("--seed", type=int, help="Of the first round; the next ones follow.")
+@click.option("--side-by-side", type=click.IntRange(min=1), default=2, show_default=True)
+def main(rounds: int, kind: RoundKind | None, seed: int | None, side_by_side: int) -> None:
+    """Rounds with real processes on one real file, which are killed, interrupted (Ctrl-C),
+    terminated, stopped for a while, or find their disk full.
+
+    After each round one process in good health does what is left, and judges look at what all of
+    them have told. The exit code is 1 if a promise was broken.
+    """
+    first = random.randrange(1_000_000) if seed is None else seed
+    kinds = KINDS if kind is None else (kind,)
+    todo = [(kind, first + number) for number in range(rounds) for kind in kinds]
     began = time.monotonic()
     done = failed = 0
     seen = Counter[str]()
-    for kind, seed, report in _run_all(todo, options.side_by_side):
+    for kind, seed, report in _run_all(todo, side_by_side):
         done += 1
         seen.update(report.seen)
-        if report.code:
+        if report.is_broken:
             failed += 1
-            print(f"\n{kind} {seed}: {COMMAND} --kind {kind} --seed {seed} --rounds 1")
-            print(report.text, flush=True)
-        print(f"\r{done}/{len(todo)} rounds, {failed} failed", end="", flush=True)
-    print(f", {(time.monotonic() - began) / max(1, done):.1f} s each; seen:")
+            click.echo(f"\n{kind} {seed}: {COMMAND} --kind {kind} --seed {seed} --rounds 1")
+            click.echo(report.text)
+        if sys.stdout.isatty():  # no bar that needs a thread: it would be forked
+            click.echo(f"\r{done} of {len(todo)} rounds", nl=False)
+    took = (time.monotonic() - began) / done
+    click.echo(f"\r{done} rounds, {took:.1f} s each, {failed} broken, from seed {first} on; seen:")
     for what, number in sorted(seen.items()):
-        print(f"{number:9,} {what}")
-    return FOUND if failed else 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5, help="of each kind (%(default)s)")
-    parser.add_argument("--kind", choices=get_args(RoundKind), help="only this one")
-    parser.add_argument("--seed", type=int, help="of the first round; the next ones follow")
-    parser.add_argument("--side-by-side", type=int, default=2, help="rounds (%(default)s)")
-    return parser
+        click.echo(f"{number:9,} {what}")
+    sys.exit(int(failed > 0))
 
 
 @dataclass(frozen=True)
 class Report:
     """What a round tells whoever had it run."""
 
-    code: int
+    is_broken: bool
     text: str
     seen: dict[str, int]
 
@@ -134,10 +134,11 @@ def _forked(plan: Plan, folder: Path) -> int:
         os.setpgid(0, 0)
         try:
             outcome = run_round(plan, folder)
-            found = bool(outcome.violations)
-            report = Report(found, report_of(plan, outcome) if found else "", seen_in(outcome))
+            is_broken = bool(outcome.violations)
+            text = report_of(plan, outcome) if is_broken else ""
+            report = Report(is_broken, text, seen_in(outcome))
         except Exception:
-            report = Report(FOUND, traceback.format_exc(), {})
+            report = Report(True, traceback.format_exc(), {})
         (folder / _REPORT).write_text(json.dumps(dataclasses.asdict(report)))
     finally:
         os._exit(0)
@@ -147,7 +148,7 @@ def _read_report(folder: Path) -> Report:
     try:
         return Report(**json.loads((folder / _REPORT).read_text()))
     except (OSError, ValueError):
-        return Report(FOUND, "the round has told nothing", {})
+        return Report(True, "the round has told nothing", {})
 
 
 def seen_in(outcome: Outcome) -> dict[str, int]:
@@ -222,4 +223,4 @@ def _difference(step: Step) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
