@@ -30,7 +30,7 @@ from trio_jobs import (
 from trio_jobs.__main__ import main as command
 
 from .child_client import Client, own_connection
-from .child_handlers import KINDS, Handlers, Task
+from .child_handlers import KINDS, Handlers, Task, steps
 from .diary import Diary
 
 Driver: TypeAlias = Literal["sqlite3", "apsw"]
@@ -181,11 +181,13 @@ class Child:
         client = Client(jobs, self._diary.say, settings.name)
 
         def task() -> Task:
-            naps = tuple(dice.choice([0, 0.01, 0.05]) for _ in range(dice.randrange(4)))
+            naps = tuple(dice.choice([0, 0.01, 0.05, 0.2]) for _ in range(dice.randrange(4)))
             is_long = dice.random() < 0.05
             long = (dice.uniform(0.2, 1.5 * settings.lease),) if is_long else ()
             return Task(client.new_tag(), naps + long)
 
+        # So that there is something in hand from the beginning.
+        await client.enqueue_many(steps, [task() for _ in range(dice.randrange(10))])
         for _ in range(100):
             kind = dice.choices(KINDS, [8, 6, 3, 3, 1])[0]
             verb = dice.random()

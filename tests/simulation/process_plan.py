@@ -65,7 +65,7 @@ class Plan:
 def draw(kind: RoundKind, seed: int) -> Plan:
     dice = random.Random(f"{kind} {seed}")
     lease = dice.uniform(0.5, 1.0)
-    seconds = dice.uniform(1.0, 1.6)
+    seconds = dice.uniform(1.0, 1.6) + (lease if kind == "stop" else 0)
     members = tuple(
         MemberPlan(
             name,
@@ -101,7 +101,8 @@ def _moments(
     if kind == "full":
         return _full(dice, seconds)
     moments = []
-    for member in range(members):
+    # Somebody must be there to take what the frozen ones have.
+    for member in range(1 if kind == "stop" else 0, members):
         at = dice.uniform(0.02, 0.4)
         while at < seconds:
             if kind == "kill":

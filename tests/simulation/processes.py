@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,10 +57,11 @@ def main(rounds: int, kind: RoundKind | None, seed: int | None, side_by_side: in
     todo = [(kind, first + number) for number in range(rounds) for kind in kinds]
     began = time.monotonic()
     done = failed = 0
-    seen = Counter[str]()
+    seen: defaultdict[str, Counter[RoundKind]] = defaultdict(Counter)
     for kind, seed, report in _run_all(todo, side_by_side):
         done += 1
-        seen.update(report.seen)
+        for what, number in report.seen.items():
+            seen[what][kind] += number
         if report.is_broken:
             failed += 1
             click.echo(f"\n{kind} {seed}: {COMMAND} --kind {kind} --seed {seed} --rounds 1")
@@ -69,8 +70,9 @@ def main(rounds: int, kind: RoundKind | None, seed: int | None, side_by_side: in
             click.echo(f"\r{done} of {len(todo)} rounds", nl=False)
     took = (time.monotonic() - began) / done
     click.echo(f"\r{done} rounds, {took:.1f} s each, {failed} broken, from seed {first} on; seen:")
-    for what, number in sorted(seen.items()):
-        click.echo(f"{number:9,} {what}")
+    click.echo("".join(f"{kind:>10}" for kind in kinds))
+    for what, numbers in sorted(seen.items()):
+        click.echo("".join(f"{numbers[kind]:10,}" for kind in kinds) + f"  {what}")
     sys.exit(int(failed > 0))
 
 
