@@ -39,10 +39,10 @@ class Disk:
         self.path = path
         self._dice = random.Random(f"limits {plan.seed}")
         self._filler = path / "filler"
-        self._is_small = plan.kind == "full" and plan.disk == "small" and _mount(path)
+        self.is_small = plan.kind == "full" and plan.disk == "small" and _mount(path)
 
     def fill(self, processes: Sequence[Process]) -> None:
-        if self._is_small:
+        if self.is_small:
             with contextlib.suppress(OSError), open(self._filler, "wb", buffering=0) as filler:
                 while True:
                     filler.write(bytes(4096))
@@ -60,14 +60,14 @@ class Disk:
 
     def release(self, processes: Sequence[Process]) -> None:
         """What was too much is gone."""
-        if self._is_small:
+        if self.is_small:
             self._filler.unlink(missing_ok=True)
         for process in processes:
             _limit(process, resource.RLIM_INFINITY)
 
     def grow(self) -> None:
         """From now on there is room for everything."""
-        if self._is_small:
+        if self.is_small:
             _call("mount", None, os.fsencode(self.path), None, _REMOUNT, _size(ROOMY))
 
 

@@ -129,7 +129,8 @@ class Round:
             now = time.time_ns()
             # A row whose end could not be written while its lease lasted is left as it is.
             seconds = moment.seconds + self._plan.lease
-            self._faults.append(Fault("full", now, until=now + int(seconds * 1e9) + LATE))
+            what = "the disk is full" if self._disk.is_small else "files may not grow"
+            self._faults.append(Fault(what, now, until=now + int(seconds * 1e9) + LATE))
             self._disk.fill(self._fleet.alive)
             self._after(moment.seconds, lambda: self._disk.release(self._fleet.alive))
             return

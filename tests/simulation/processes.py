@@ -36,6 +36,15 @@ from .process_round import Outcome, run_round
 
 COMMAND: Final = "python -m tests.simulation processes"
 
+_TOLD: Final = (
+    "has lost its lease",
+    "given up",
+    "goes on trying",
+    "the event loop was blocked",
+    "cannot be cancelled",
+)
+"""What shows in the log that something rare has happened."""
+
 _SHOWN: Final = 10
 _REPORT: Final = "report.json"
 
@@ -166,6 +175,11 @@ def seen_in(outcome: Outcome) -> dict[str, int]:
     for step in audit.steps:
         if step.ends_claim and step.after is not None:
             seen[f"claims: {step.outcome or 'handed back or succeeded'}"] += 1
+    for fault in history.faults:
+        seen[f"faults: {fault.what}"] += 1
+    for line in history.logs:
+        for told in _TOLD:
+            seen[f"log: {told}"] += told in line.text
     return dict(seen)
 
 

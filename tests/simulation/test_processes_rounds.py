@@ -31,6 +31,7 @@ BY_HAND = f'{{"tag":"{CANARY} by hand","naps":[]}}'
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="limits are set from outside on Linux only")
 def test_one_round_of_each_kind_with_real_processes_finds_nothing_wrong() -> None:
     # In an interpreter of its own: it forks, and this one may have threads.
     command = [sys.executable, "-m", "tests.simulation", "processes"]
