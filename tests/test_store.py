@@ -428,6 +428,34 @@ def test_publishing_does_not_touch_a_renewed_lease(store: Store) -> None:
     assert now_of(store, row).lease_until == 300
 
 
+@pytest.mark.parametrize("is_requested", [False, True])
+def test_a_lost_row_whose_lease_was_renewed_meanwhile_is_not_cancelled_at_once(
+    store: Store, is_requested: bool
+) -> None:
+    row = running(store)
+    if is_requested:
+        cancel(store, row)
+        row = now_of(store, row)
+    change = _lifecycle.cancelled(row, 160)
+    assert change is not None
+    with store.transaction():
+        store.renew([row.fence], 220)
+
+    [refused] = apply(store, change)
+
+    held = msgspec.structs.replace(row, lease_until=220)
+    assert refused == Refused(held)
+    assert now_of(store, row) == held
+
+
+def test_a_lost_row_whose_lease_nobody_renewed_is_cancelled_at_once(store: Store) -> None:
+    row = running(store)
+
+    cancel(store, row, now=160)
+
+    assert now_of(store, row).state is State.CANCELLED
+
+
 def test_a_cancel_request_lets_no_end_decided_before_it_through(store: Store) -> None:
     row = running(store)
     cancel(store, row)
@@ -1082,6 +1110,8 @@ class Model:
             before.claims,
             before.cancel_requested,
         ):
+            return Refused(row)
+        if change.lease_over is not None and row.lease_until != change.lease_over:
             return Refused(row)
         if row.state.is_final and not after.state.is_final and self.live(row.kind, row.key):
             return Refused(row)

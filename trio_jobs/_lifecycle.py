@@ -231,7 +231,9 @@ def cancelled(row: Row, now: Instant) -> Change | None:
         return Change(before=row, after=_final(row, Event.CANCELLED, State.CANCELLED, now))
     if row.state is State.RUNNING:
         if is_lost(row, now):
-            return _finish(row, Event.CANCELLED, State.CANCELLED, now, "cancelled")
+            change = _finish(row, Event.CANCELLED, State.CANCELLED, now, "cancelled")
+            # Its holder may be late, and renew it before this is written.
+            return replace(change, lease_over=row.lease_until)
         if not row.cancel_requested:
             return Change(before=row, after=replace(row, cancel_requested=True))
     return None

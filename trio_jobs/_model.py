@@ -108,12 +108,15 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """A decision: `before` becomes `after`, if the stored row is still what `before` says.
 
     "Still" means the same id, state, claims and cancel_requested: the fence, and the one
-    field that others may change under it.
+    field that others may change under it. The lease, which its holder renews meanwhile, counts
+    only where the decision was made because it was over.
     """
 
     before: Row
     after: Row
     past: PastStart | None = None
+    lease_over: Instant | None = None
+    """The lease that was found to be over, by somebody who is not its holder."""
 
 
 class Refused(msgspec.Struct, frozen=True):

@@ -90,7 +90,8 @@ class Store(Protocol):
 
     def apply(self, changes: Sequence[Change]) -> list[Refused | None]:
         """Make each change whose row still has the id, state, claims and cancel request of
-        `before`; write its record of a past start, keeping the newest 100 a job.
+        `before`, and the lease that was over, if that is said; write its record of a past start,
+        keeping the newest 100 a job.
 
         What a decision leaves alone is left alone: `result` is written only if `before` and
         `after` differ in it, and the lease of a row that stays running never is (a renewal

@@ -124,11 +124,13 @@ _STALE: Final = """
 SELECT json_group_array(id) FROM (
     SELECT
         json_extract(value, '$[0]') AS id, json_extract(value, '$[1]') AS state,
-        json_extract(value, '$[2]') AS claims, json_extract(value, '$[3]') AS cancel_requested
+        json_extract(value, '$[2]') AS claims, json_extract(value, '$[3]') AS cancel_requested,
+        json_extract(value, '$[4]') AS lease_over
     FROM json_each(?)
 ) AS before
-WHERE (before.state, before.claims, before.cancel_requested) IS NOT (
-    SELECT max(job.state, 1), job.claims, job.cancel_requested
+WHERE (before.state, before.claims, before.cancel_requested, before.lease_over) IS NOT (
+    SELECT max(job.state, 1), job.claims, job.cancel_requested,
+        iif(before.lease_over IS NULL, NULL, job.lease_until)
     FROM trio_jobs_job AS job WHERE job.id = before.id
 )
 """
@@ -233,7 +235,7 @@ def _takes_key(change: Change) -> bool:
 
 def _apply_wave(connection: Connection, wave: Sequence[Change]) -> list[Refused | None]:
     refused: dict[int, Refused] = {}
-    for id in _stale(connection, [change.before for change in wave]):
+    for id in _stale(connection, wave):
         records = connection.execute(GET, (id,))
         refused[id] = Refused(row_of(records[0]) if records else None)
     for change in wave:
@@ -243,14 +245,15 @@ def _apply_wave(connection: Connection, wave: Sequence[Change]) -> list[Refused 
     return [refused.get(change.before.id) for change in wave]
 
 
-def _stale(connection: Connection, befores: Sequence[Row]) -> list[int]:
+def _stale(connection: Connection, wave: Sequence[Change]) -> list[int]:
     held: dict[int, int] = {}
-    guards: list[tuple[int, int, int, int]] = []
-    for row in befores:
-        if row.state is State.RUNNING and not row.cancel_requested:
+    guards: list[tuple[int, int, int, int, Instant | None]] = []
+    for change in wave:
+        row, over = change.before, change.lease_over
+        if row.state is State.RUNNING and not row.cancel_requested and over is None:
             held[row.id] = row.claims
         else:
-            guards.append((row.id, CODES[row.state], row.claims, int(row.cancel_requested)))
+            guards.append((row.id, CODES[row.state], row.claims, int(row.cancel_requested), over))
     stale: list[int] = array(connection, _NOT_HELD, (as_json(held),)) if held else []
     return stale + array(connection, _STALE, (as_json(guards),)) if guards else stale
 
