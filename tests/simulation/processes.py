@@ -75,8 +75,9 @@ def main(rounds: int, kind: RoundKind | None, seed: int | None, side_by_side: in
             failed += 1
             click.echo(f"\n{kind} {seed}: {COMMAND} --kind {kind} --seed {seed} --rounds 1")
             click.echo(report.text)
-        if sys.stdout.isatty():  # no bar that needs a thread: it would be forked
-            click.echo(f"\r{done} of {len(todo)} rounds", nl=False)
+        # Not with a bar that has a thread: it would be forked.
+        if sys.stdout.isatty() or done % 50 == 0:
+            click.echo(f"\r{done} of {len(todo)} rounds, {failed} broken", nl=False)
     took = (time.monotonic() - began) / done
     click.echo(f"\r{done} rounds, {took:.1f} s each, {failed} broken, from seed {first} on; seen:")
     click.echo("".join(f"{kind:>10}" for kind in kinds))
