@@ -11,6 +11,7 @@ import faulthandler
 import logging
 import random
 import signal
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -132,6 +133,14 @@ class Child:
         return 0
 
     async def _serve(self) -> None:
+        if self._settings.mode == "bare" or self._settings.until_idle:
+            await self._work(None)
+            return
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            self._diary.say("obeys")
+            await self._work(signals)
+
+    async def _work(self, signals: AsyncIterator[int] | None) -> None:
         settings = self._settings
         store = SqliteStore(
             settings.database,
@@ -152,27 +161,21 @@ class Child:
                 runner = await serving.start(serve, jobs, self._handlers)
                 if settings.until_idle:
                     around.start_soon(_drain_when_idle, jobs, runner)
-                elif settings.mode != "bare":
-                    await around.start(self._obey, runner, serving.cancel_scope)
+                if signals is not None:
+                    around.start_soon(self._obey, signals, runner, serving.cancel_scope)
                 if settings.enqueues:
                     around.start_soon(self._enqueue_and_so_on, jobs)
             around.cancel_scope.cancel()
 
     async def _obey(
-        self,
-        runner: Runner,
-        serving: trio.CancelScope,
-        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+        self, signals: AsyncIterator[int], runner: Runner, serving: trio.CancelScope
     ) -> None:
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-            self._diary.say("obeys")
-            task_status.started()
-            async for number in signals:
-                self._diary.say("stopping", signal=number)
-                if self._settings.mode == "drain":
-                    runner.drain()
-                else:
-                    serving.cancel()
+        async for number in signals:
+            self._diary.say("stopping", signal=number)
+            if self._settings.mode == "drain":
+                runner.drain()
+            else:
+                serving.cancel()
 
     async def _enqueue_and_so_on(self, jobs: Jobs) -> None:
         """What clients do, by dice, with short pauses."""

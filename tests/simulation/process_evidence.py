@@ -129,7 +129,10 @@ class _Reader:
         if process.is_orderly:
             begun_at = self._stopping_at or process.signalled_at
             if begun_at is not None:
-                self._history.stops.append(Stop(process.name, begun_at, self._life.ended_at))
+                stop = Stop(process.name, begun_at, self._life.ended_at)
+                # Of the others nobody knows when exactly they began.
+                stop.is_hurried = process.settings.mode == "scope" and self._stopping_at is not None
+                self._history.stops.append(stop)
         elif self._life.killed_at is None:
             self._life.killed_at = process.killed_at or process.signalled_at or process.ended_at
             self._life.ended_at = None
