@@ -91,8 +91,13 @@ def _rest_of(database: Path) -> Rest:
             time.time_ns(),
             can_write=can_write,
             integrity=integrity,
+            log_bytes=_size(Path(f"{database}-wal")),
             states={id: STATES[code] for id, code in states},
         )
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 @contextlib.contextmanager
