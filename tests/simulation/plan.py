@@ -278,7 +278,7 @@ def _steps(
                 process=chance.randrange(processes),
                 verb=verb,
                 kind=chance.randrange(kinds),
-                count=chance.choice([2, 5]) if verb == "enqueue_many" else 1,
+                count=chance.choice([2, 5, 20]) if verb == "enqueue_many" else 1,
                 delay=chance.choice([None, None, None, 0.0, 2.0, 30.0]),
                 deadline=(
                     chance.choice([-1.0, 0.0, 1.0, 5.0, 60.0])

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
+from .coverage import NAMES
 from .evidence import Step
 from .runs import Result
 
@@ -90,5 +91,5 @@ def _change(step: Step) -> str:
 
 def coverage(counts: Counter[str]) -> Iterator[str]:
     """How often each rare thing happened, the rarest first."""
-    for name, count in sorted(counts.items(), key=lambda item: (item[1], item[0])):
-        yield f"{count:9,}  {name}"
+    for name in sorted({*counts, *NAMES}, key=lambda name: (counts[name], name)):
+        yield f"{counts[name]:9,}  {name}"

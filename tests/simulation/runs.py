@@ -25,6 +25,7 @@ from trio_jobs._drivers import Values
 
 from .chance import scheduling
 from .clients import Client
+from .coverage import ways_of
 from .evidence import AUDIT_QUERIES, STATES, Evidence, Rest, Rules, Stop, audit_of, audit_schema
 from .handlers import handlers_of, kind_of
 from .invariants import Violation, check_all
@@ -86,6 +87,7 @@ def run(plan: Plan, *, digests: bool = False) -> Result:
     )
     violations = [Violation("crash", None, text) for text in world.broken]
     violations += check_all(evidence)
+    world.coverage += ways_of(evidence)
     return Result(
         plan, violations, evidence, world.coverage, list(world.statements), digest.hexdigest()
     )

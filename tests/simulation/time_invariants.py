@@ -15,19 +15,25 @@ from .timeline import Claim, Found, Timeline
 _SECOND: Final = 1_000_000_000
 _LONGEST_REPEAT: Final = 3 * _SECOND
 """A refused end is written again every two seconds."""
-_ONLY_REFUSALS: Final = frozenset(
-    {"I/O error", "I/O errors", "full", "commit reports an error", "commit fails", "commit unknown"}
+_STOPS_TIME: Final = frozenset(
+    {
+        "freeze",
+        "blocked loop",
+        "suspended machine",
+        "delay",
+        "wait for a lock",
+        "clock step",
+        "skewed clock",
+    }
 )
-"""The faults that do not keep a process from running, nor touch a clock."""
+"""The faults that keep a process from running, or touch a clock."""
 
 
 def attempts_do_not_overlap(timeline: Timeline) -> Found:
     """I5: the handler of a claim has ended before there is another claim, unless it cannot be
     cancelled, its process does not run, or clocks are wrong."""
     faults = timeline.evidence.history.faults
-    disturbed_from = min(
-        (fault.at for fault in faults if fault.what not in _ONLY_REFUSALS), default=None
-    )
+    disturbed_from = min((fault.at for fault in faults if fault.what in _STOPS_TIME), default=None)
     last: dict[int, Claim] = {}
     for (job, token), claim in timeline.claims.items():
         before, last[job] = last.get(job), claim
@@ -45,8 +51,8 @@ def a_stop_leaves_nothing(timeline: Timeline) -> Found:
     """I10: after an orderly stop no row runs in the name of the process. What its handlers
     returned is stored by then (I4 and I6 refute other ends). In a hurried one nothing starts."""
     for stop in timeline.evidence.history.stops:
-        if stop.ended_at is None or _was_disturbed(
-            timeline, stop.process, stop.begun_at, stop.ended_at
+        if stop.ended_at is None or timeline.was_disturbed(
+            stop.process, stop.begun_at, stop.ended_at
         ):
             continue
         if stop.is_hurried:
@@ -63,18 +69,6 @@ def _starts_after(timeline: Timeline, stop: Stop) -> Found:
     for (job, token), starts in timeline.starts.items():
         if starts[0].process == stop.process and starts[0].at > stop.begun_at + margin:
             yield job, f"was started under {token} after the stop of {stop.process} began"
-
-
-def _was_disturbed(timeline: Timeline, process: str, since: int, until: int) -> bool:
-    return any(at <= until and to >= since for at, to in _disturbances(timeline, process))
-
-
-def _disturbances(timeline: Timeline, process: str) -> list[tuple[int, int]]:
-    return [
-        (fault.at, fault.at if fault.until is None else fault.until)
-        for fault in timeline.evidence.history.faults
-        if fault.process in (None, process)
-    ]
 
 
 def nothing_starts_too_early_or_late(timeline: Timeline) -> Found:
@@ -106,7 +100,7 @@ def refused_ends_are_written_again(timeline: Timeline) -> Found:
         if over is None or end.who == claim.holder or timeline.is_dead(start.process, over):
             continue
         until = min(over, end.at) - timeline.evidence.resolution
-        gap = _longest_gap(_disturbances(timeline, start.process), start.ended_at, until)
+        gap = _longest_gap(timeline.disturbances(start.process), start.ended_at, until)
         if gap > _LONGEST_REPEAT:
             yield job, f"claim {token} was lost, though its handler had ended: {start}"
 

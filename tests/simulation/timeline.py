@@ -94,6 +94,18 @@ class Timeline:
         identity = None if image.owner is None else self.evidence.audit.owners.get(image.owner)
         return identity is not None and self.is_dead(self._names.get(identity), at)
 
+    def was_disturbed(self, process: str, since: int, until: int) -> bool:
+        """Something was made to go wrong with that process then."""
+        return any(at <= until and to >= since for at, to in self.disturbances(process))
+
+    def disturbances(self, process: str) -> list[tuple[int, int]]:
+        """From when to when something was."""
+        return [
+            (fault.at, fault.at if fault.until is None else fault.until)
+            for fault in self.evidence.history.faults
+            if fault.process in (None, process)
+        ]
+
     def images(self, job: int, since: int, until: int | None) -> Iterator[Image | None]:
         """What the row was at any moment of an interval; None: there was none."""
         since -= self.evidence.resolution

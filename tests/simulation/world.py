@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from .store import SimulatedStore
 
 _EPOCH: Final = EPOCH.timestamp()
+_LONG: Final = 0.3
+"""Seconds: less than a sixth of the shortest lease."""
 _here: contextvars.ContextVar[Process] = contextvars.ContextVar("simulated process")
 
 
@@ -61,6 +63,8 @@ class World:
         self.jobs: dict[int, None] = {}
         """Those that somebody was told of."""
         self.steps_taken: set[int] = set()
+        self._jumped = 0.0
+        self._jumped_to = -1.0
         self._tick = 0
         self._locks: list[tuple[float, apsw.Connection]] = []
         self._statements_of = [0] * len(plan.processes)
@@ -81,7 +85,13 @@ class World:
 
     def sleep(self, seconds: float) -> None:
         """Time passes, and nobody can do anything meanwhile."""
+        if self.now() != self._jumped_to:
+            self._jumped = 0.0
         self.clock.jump(seconds)
+        self._jumped_to = self.now()
+        if self._jumped < _LONG <= self._jumped + seconds:
+            self.note_fault("wait for a lock", None, 0.0)
+        self._jumped += seconds
         self.release_locks()
 
     # The file.
