@@ -562,6 +562,19 @@ def test_a_claim_before_the_job_is_due(case: Case) -> None:
     assert case.broken() == {"I13"}
 
 
+def test_a_lost_job_may_be_taken_at_once_whatever_the_clock_says(case: Case) -> None:
+    case.enqueue(run_at=10**9)
+    start = case.claim(lease=0)
+    start.ended_at = case.now()
+    case.steps[-1] = dataclasses.replace(
+        case.steps[-1], after=dataclasses.replace(case.images[1], started_at=10**9)
+    )
+    case.end(1, "queued", "b", outcome="lost")
+    case.finish(case.claim(1, "b"))
+
+    assert case.broken() == set()
+
+
 # I14 to I18.
 
 

@@ -23,6 +23,8 @@ class Claim:
     step: Step
     holder: str | None
     """The process, where it is known."""
+    takes_up: bool = False
+    """It takes up a lost row, which is due at once."""
     changes: list[Step] = field(default_factory=list)
     """Renewals, publications and requests to cancel."""
     end: Step | None = None
@@ -72,7 +74,9 @@ class Timeline:
                     claim.changes.append(step)
         if step.is_claim and step.after is not None:
             token = step.job, step.after.claims
-            self.claims.setdefault(token, Claim(step, self._holder(step)))
+            earlier = self.steps[step.job][-2:-1]
+            takes_up = any(one.outcome == "lost" for one in earlier)
+            self.claims.setdefault(token, Claim(step, self._holder(step), takes_up))
 
     def _holder(self, step: Step) -> str | None:
         if step.who is not None or step.after is None or step.after.owner is None:
