@@ -118,7 +118,7 @@ FaultName: TypeAlias = Literal[
     "commit reports an error", "commit fails", "commit unknown", "delay",
 ]  # fmt: skip
 EventName: TypeAlias = Literal[
-    "kill", "freeze", "stop", "drain", "clock", "suspend", "lock", "busy reader"
+    "kill", "freeze", "stop", "drain", "clock", "suspend", "lock", "busy reader", "unplug"
 ]
 
 FAULTS: Final[Sequence[FaultName]] = (
@@ -126,7 +126,7 @@ FAULTS: Final[Sequence[FaultName]] = (
     "commit reports an error", "commit fails", "commit unknown", "delay",
 )  # fmt: skip
 EVENTS: Final[Sequence[EventName]] = (
-    "kill", "freeze", "stop", "drain", "clock", "suspend", "lock", "busy reader",
+    "kill", "freeze", "stop", "drain", "clock", "suspend", "lock", "busy reader", "unplug",
 )  # fmt: skip
 
 

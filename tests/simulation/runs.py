@@ -160,6 +160,8 @@ class _Run:
                 world.hold_lock(event.seconds)
                 await trio.sleep(event.seconds)
                 world.release_locks()
+            case "unplug":
+                process.unplug(event.seconds)
             case "busy reader":
                 world.read_long(event.seconds)
                 await trio.sleep(event.seconds)

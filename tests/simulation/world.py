@@ -270,6 +270,11 @@ class Process:
             finally:
                 del self.shields[scope]
 
+    def unplug(self, seconds: float) -> None:
+        """The file cannot be reached for so long."""
+        self.world.note_fault("I/O errors", self, seconds)
+        self.broken_until = self.world.now() + seconds
+
     def freeze(self) -> None:
         self.is_frozen = self.is_alive
 
