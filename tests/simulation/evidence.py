@@ -125,7 +125,7 @@ class Stop:
     """Cancelled, not only drained."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Fault:
     """Something that was made to go wrong. `process` is None for what hits all of them."""
 

@@ -245,7 +245,7 @@ def _process(
         poll=chance.choice([0.5, 1.0, 2.0, 3.0]),
         lease=chance.choice([2.0, 3.0, 6.0, 12.0]),
         grace=chance.choice([0.0, 1.0, 5.0]),
-        busy_timeout=chance.choice([0.0, 0.2, 5.0]),
+        busy_timeout=chance.choice([0.0, 0.2, 0.2, 0.5, 5.0]),
         tidies=chance.random() < 0.25,
     )
 

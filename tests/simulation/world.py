@@ -63,8 +63,8 @@ class World:
         self.jobs: dict[int, None] = {}
         """Those that somebody was told of."""
         self.steps_taken: set[int] = set()
-        self._jumped = 0.0
-        self._jumped_to = -1.0
+        self._sleep_began = self._slept_until = -1.0
+        self._sleep: Fault | None = None
         self._tick = 0
         self._locks: list[tuple[float, apsw.Connection]] = []
         self._statements_of = [0] * len(plan.processes)
@@ -85,13 +85,15 @@ class World:
 
     def sleep(self, seconds: float) -> None:
         """Time passes, and nobody can do anything meanwhile."""
-        if self.now() != self._jumped_to:
-            self._jumped = 0.0
+        if self.now() != self._slept_until:
+            self._sleep_began, self._sleep = self.now(), None
         self.clock.jump(seconds)
-        self._jumped_to = self.now()
-        if self._jumped < _LONG <= self._jumped + seconds:
-            self.note_fault("wait for a lock", None, 0.0)
-        self._jumped += seconds
+        self._slept_until = self.now()
+        if self._sleep is not None:
+            self._sleep.until = round(self._slept_until * 1e9)
+        elif self._slept_until - self._sleep_began >= _LONG:
+            self._sleep = self.note_fault("wait for a lock", None)
+            self._sleep.at = round(self._sleep_began * 1e9)
         self.release_locks()
 
     # The file.
@@ -143,12 +145,14 @@ class World:
 
     # Faults.
 
-    def note_fault(self, what: str, process: Process | None, seconds: float = 0.0) -> None:
+    def note_fault(self, what: str, process: Process | None, seconds: float = 0.0) -> Fault:
         at = self.tick()
         until = at + round(min(seconds, 1e9) * 1e9)
         name = None if process is None else process.name
-        self.history.faults.append(Fault(what, at, name, until))
+        fault = Fault(what, at, name, until)
+        self.history.faults.append(fault)
         self.coverage[f"fault: {what}"] += 1
+        return fault
 
     def next_fault(self, process: Process) -> StatementFault | None:
         """The one that is due, by the number of statements of all lives of this process."""
