@@ -1056,6 +1056,25 @@ async def test_an_inline_store_holds_nothing(autojump_clock: MockClock) -> None:
     assert math.inf not in thresholds
 
 
+async def test_an_inline_store_is_tidied_up_without_a_thread(tmp_path: Path) -> None:
+    threads: list[threading.Thread] = []
+
+    class Grown(SqliteStore):
+        def tidy(self, now: int) -> bool:
+            return True
+
+        def checkpoint(self) -> None:
+            threads.append(threading.current_thread())
+            super().checkpoint()
+
+    store = Grown(tmp_path / "jobs.db")
+    store.inline = True
+    async with open_bridge(store) as bridge:
+        await bridge.add([new_job()])
+
+    assert threads == [threading.current_thread()]
+
+
 # What must not end the writing thread, nor lose an answer.
 
 

@@ -341,7 +341,9 @@ class Bridge:
             return
         try:
             is_more = self._store.tidy(self.clock.now())
-            if is_more and (self._checkpointer is None or not self._checkpointer.is_alive()):
+            if is_more and self._store.inline:
+                self._store.checkpoint()
+            elif is_more and (self._checkpointer is None or not self._checkpointer.is_alive()):
                 self._checkpointer = threading.Thread(
                     target=self._checkpoint, name="trio_jobs checkpointer", daemon=True
                 )
