@@ -148,7 +148,7 @@ def _one(console: Console, seed: int, only: Sequence[str] | None, shrinks: bool)
     if shrinks:
         with console.status("making it small") as status:
             result = shrink(result, lambda left: status.update(f"{left} of {size} pieces left"))
-    for line in report.failure(result, size):
+    for line in report.failure(result, report.replay(result, size)):
         console.print(line, markup=False)
     return 1
 

@@ -14,20 +14,20 @@ _MANY: Final = 10
 
 
 def replay(result: Result, seed_plan_size: int) -> str:
-    """The command that lives through the same run again."""
-    command = f"python -m tests.simulation --seed {result.plan.seed}"
+    """The arguments of the command that lives through the same run again."""
+    command = f"--seed {result.plan.seed}"
     pieces = result.plan.pieces()
     return command if len(pieces) == seed_plan_size else f"{command} --only {','.join(pieces)}"
 
 
-def failure(result: Result, seed_plan_size: int) -> Iterator[str]:
-    """Line by line."""
+def failure(result: Result, again: str) -> Iterator[str]:
+    """Line by line. `again`: the arguments with which the command shows it once more."""
     violations = result.violations
-    yield f"seed {result.plan.seed}: {len(violations)} violations"
+    yield f"{len(violations)} violations"
     yield from (f"  {violation}" for violation in violations[:_MANY])
     if len(violations) > _MANY:
         yield f"  and {len(violations) - _MANY} more"
-    yield f"again: {replay(result, seed_plan_size)}"
+    yield f"again: python -m tests.simulation {again}"
     jobs = dict.fromkeys(one.job for one in violations if one.job is not None)
     for job in list(jobs)[:2]:
         yield from _story(result, job)

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -31,7 +31,7 @@ from .handlers import handlers_of, kind_of
 from .invariants import Violation, check_all
 from .plan import CANARY, Event, Plan, ProcessPlan
 from .store import SimulatedStore
-from .world import Process, World, folder, frozen_tasks_do_not_run, witnessed
+from .world import Process, World, folder, frozen_tasks_do_not_run, process_of, witnessed
 
 SETTLES_WITHIN: Final = 1500.0
 """Seconds: the longest leases (60 s), delays, backoffs and handlers one after the other."""
@@ -63,7 +63,33 @@ class Result:
     """Of all statements of all processes, if it was asked for."""
 
 
-def run(plan: Plan, *, digests: bool = False) -> Result:
+class Steps(trio.abc.Instrument):
+    """Counts the steps that tasks of the first process take; before the one with the number
+    `stop_at` it is told to stop."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.taken = 0
+        self._stop_at = stop_at
+        self._stop: Callable[[Process], None] = lambda process: None
+
+    def call(self, stop: Callable[[Process], None]) -> None:
+        self._stop = stop
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        process = process_of(task)
+        if process is not None and process.index == 0 and process.is_alive:
+            self.taken += 1
+            if self.taken == self._stop_at:
+                self._stop(process)
+
+
+def run(
+    plan: Plan,
+    *,
+    digests: bool = False,
+    note_statement: Callable[[str, str, Values], None] | None = None,
+    steps: Steps | None = None,
+) -> Result:
     """Live through a plan. The same plan gives the same result, on every machine."""
     with tempfile.TemporaryDirectory(dir=folder(), prefix="simulation") as place:
         path = os.path.join(place, "jobs.db")
@@ -73,8 +99,15 @@ def run(plan: Plan, *, digests: bool = False) -> Result:
         digest = hashlib.blake2b(digest_size=16)
         if digests:
             world.note_statement = lambda *what: digest.update(repr(what).encode())
+        if note_statement is not None:
+            world.note_statement = note_statement
+        life = _Run(world)
+        instruments = []
+        if steps is not None:
+            steps.call(partial(life.end, by_stop=True))
+            instruments.append(steps)
         with scheduling(plan.seed), witnessed(world.history), frozen_tasks_do_not_run():
-            rest = trio.run(_Run(world).live, clock=clock)
+            rest = trio.run(life.live, clock=clock, instruments=instruments)
         with contextlib.closing(apsw.Connection(path)) as connection:
             audit = audit_of(*(connection.execute(query).fetchall() for query in AUDIT_QUERIES))
     evidence = Evidence(

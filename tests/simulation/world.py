@@ -320,6 +320,10 @@ class Process:
         _here.set(self)
 
 
+def process_of(task: trio.lowlevel.Task) -> Process | None:
+    return task.context.get(_here)
+
+
 class SimulatedConnection:
     """Where statements of a process meet their fate."""
 
@@ -372,7 +376,7 @@ def frozen_tasks_do_not_run() -> Iterator[None]:
         next_send: outcome.Outcome[object] = trio_run._NO_SEND,
     ) -> None:
         original(runner, task, next_send)
-        process = task.context.get(_here)
+        process = process_of(task)
         if process is not None and process.is_frozen:
             assert runner.runq[-1] is task
             runner.runq.pop()
