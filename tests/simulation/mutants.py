@@ -1,0 +1,384 @@
+"""Planted faults: is the simulator to be trusted?
+
+Each mutant is one small mistake in a copy of the library. The simulator runs over the copy and
+has to find it within some hundred seeds. A mutant that survives is a hole in the simulator, or
+a change that breaks no promise; the latter say so, and why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+WANTED: Final = 0.95
+"""Share of the mutants that have to be found."""
+LONGEST: Final = 300
+"""Seconds for one mutant; one that hangs the simulator is found."""
+
+
+class Mutant(NamedTuple):
+    name: str
+    file: str
+    """In the package."""
+    old: str
+    """Occurs once in the file."""
+    new: str
+    equivalent: str = ""
+    """Why it breaks no promise, if that is so."""
+
+
+MUTANTS: Final[Sequence[Mutant]] = [
+    # Fences.
+    Mutant(
+        "an end is written whatever claim holds the row",
+        "_writes.py",
+        "WHERE (2, held.value, 0) IS NOT (\n    SELECT job.state, job.claims, job.cancel_requested",
+        "WHERE (2, held.value, 0) IS NOT (\n    SELECT job.state, held.value, job.cancel_requested",
+    ),
+    Mutant(
+        "an end is written to a row that has ended",
+        "_writes.py",
+        "WHERE (2, held.value, 0) IS NOT (\n    SELECT job.state,",
+        "WHERE (2, held.value, 0) IS NOT (\n    SELECT 2,",
+    ),
+    Mutant(
+        "an end overwrites a cancel request",
+        "_writes.py",
+        "WHERE (2, held.value, 0) IS NOT (\n    SELECT job.state, job.claims, job.cancel_requested",
+        "WHERE (2, held.value, 0) IS NOT (\n    SELECT job.state, job.claims, 0",
+    ),
+    Mutant(
+        "other changes are not compared with the row",
+        "_writes.py",
+        "WHERE (before.state, before.claims, before.cancel_requested) IS NOT (",
+        "WHERE false AND (before.state, before.claims, before.cancel_requested) IS NOT (",
+    ),
+    Mutant(
+        "a lease is renewed by its id alone",
+        "_writes.py",
+        "WHERE job.id = fence.id AND job.claims = fence.claims AND job.state = 2",
+        "WHERE job.id = fence.id AND job.state = 2",
+    ),
+    Mutant(
+        "claims are not counted",
+        "_claims.py",
+        "attempt = attempt + 1, claims = claims + 1,",
+        "attempt = attempt + 1,",
+    ),
+    # Attempts.
+    Mutant(
+        "an attempt does not count from its claim",
+        "_claims.py",
+        "attempt = attempt + 1, claims = claims + 1,",
+        "claims = claims + 1,",
+    ),
+    Mutant(
+        "one attempt too many",
+        "_lifecycle.py",
+        "case Raised(failure, outcome):\n            if row.attempt >= policy.attempts:",
+        "case Raised(failure, outcome):\n            if row.attempt > policy.attempts:",
+    ),
+    Mutant(
+        "a lost attempt is given back",
+        "_lifecycle.py",
+        'return _requeue(row, Event.LOST, now, "lost", WORKER_LOST, run_at=row.run_at)',
+        'return _requeue(row, Event.LOST, now, "lost", WORKER_LOST, run_at=row.run_at,'
+        " attempt=row.attempt - 1)",
+    ),
+    Mutant(
+        "a lost job never dies",
+        "_lifecycle.py",
+        "if row.attempt >= policy.attempts:\n        return _finish(row, Event.LOST",
+        "if row.attempt > policy.attempts:\n        return _finish(row, Event.LOST",
+    ),
+    Mutant(
+        "RetryLater uses up an attempt",
+        "_lifecycle.py",
+        "run_at=later(now, wait),\n                attempt=row.attempt - 1,",
+        "run_at=later(now, wait),\n                attempt=row.attempt,",
+    ),
+    Mutant(
+        "a claim that is handed back counts",
+        "_lifecycle.py",
+        "attempt=was.attempt,\n",
+        "attempt=row.attempt,\n",
+    ),
+    Mutant(
+        "a new life begins with the old attempts",
+        "_lifecycle.py",
+        "State.QUEUED,\n        attempt=0,",
+        "State.QUEUED,\n        attempt=row.attempt,",
+    ),
+    # Leases.
+    Mutant(
+        "rows are taken before their lease ends",
+        "_claims.py",
+        "WHERE state = 2 AND lease_until <= :lease_now\n    AND (kind",
+        "WHERE state = 2 AND lease_until <= :lease_now + 30000000\n    AND (kind",
+    ),
+    Mutant(
+        "who is of another process is taken for dead",
+        "_owners.py",
+        "if process != here and self._is_dead(process, here)",
+        "if process != here",
+    ),
+    Mutant(
+        "leases are not renewed",
+        "_keeper.py",
+        "held = await self._bridge.renew(",
+        "held = {one.fence: False for one in keep} or await self._bridge.renew(",
+    ),
+    Mutant(
+        "an attempt that lost its row goes on",
+        "_attempt.py",
+        "            self.is_over = True\n            _log.warning(",
+        "            _log.warning(",
+    ),
+    # Starts.
+    Mutant(
+        "a job starts before it is due",
+        "_claims.py",
+        "WHERE state = 1 AND kind = served.value AND run_at <= :due_by AND id < :below",
+        "WHERE state = 1 AND kind = served.value AND id < :below",
+    ),
+    Mutant(
+        "a deadline is no reason not to start",
+        "_attempt.py",
+        "late = row.deadline is not None and row.deadline <= host.decision_now()",
+        "late = False",
+        equivalent="the claim refuses what is late in the same tick; only a second line",
+    ),
+    Mutant(
+        "a deadline does not end a queued job",
+        "_claims.py",
+        "    if look.deadline is not None and look.deadline <= claim.now:\n",
+        "    if False:\n",
+    ),
+    # Ends.
+    Mutant(
+        "an end is tried once",
+        "_attempt.py",
+        "        if not self._is_last_try:\n            return True\n",
+        "",
+    ),
+    Mutant(
+        "the published value stays the result",
+        "_writes.py",
+        "    result = excluded.result,\n    failure = NULL,",
+        "    result = ifnull(trio_jobs_job.result, excluded.result),\n    failure = NULL,",
+    ),
+    Mutant(
+        "a result is not written",
+        "_writes.py",
+        "    result = excluded.result,\n    failure = NULL,",
+        "    failure = NULL,",
+    ),
+    Mutant(
+        "a requested cancel does not come first",
+        "_lifecycle.py",
+        "    if row.cancel_requested:\n        return _finish(row, Event.CANCELLED,"
+        ' State.CANCELLED, now, outcome="cancelled")\n    match end:',
+        "    match end:",
+    ),
+    Mutant(
+        "an interrupted job that must not be repeated is repeated",
+        "_lifecycle.py",
+        '    if policy.on_interrupt == "fail":\n        return _finish(\n            row,'
+        " Event.INTERRUPTED",
+        '    if policy.on_interrupt == "never":\n        return _finish(\n            row,'
+        " Event.INTERRUPTED",
+    ),
+    Mutant(
+        "a lost job that must not be repeated is repeated",
+        "_lifecycle.py",
+        '    if policy.on_interrupt == "fail":\n        return _finish(row, Event.LOST',
+        '    if policy.on_interrupt == "never":\n        return _finish(row, Event.LOST',
+    ),
+    Mutant(
+        "an exotic exception ends the runner",
+        "_attempt.py",
+        "        except BaseException as error:  # noqa: ASYNC103 - each is this attempt's end",
+        "        except Exception as error:",
+    ),
+    # Stopping.
+    Mutant(
+        "what was claimed ahead is kept at a stop",
+        "_pool.py",
+        "        for execution in self.workers.take_back():\n"
+        "            self.ends.add(execution, execution.not_started())",
+        "        self.workers.take_back()",
+    ),
+    Mutant(
+        "a claim that is answered after the stop is dropped",
+        "_pool.py",
+        "        if changes and not self._bridge.is_closed:",
+        "        if False:",
+    ),
+    Mutant(
+        "the last ends are not waited for",
+        "_engine.py",
+        "FINAL_WRITES: Final = 2.0",
+        "FINAL_WRITES: Final = 0.0",
+    ),
+    # Commits.
+    Mutant(
+        "a commit that failed is taken for one that did not",
+        "sqlite.py",
+        "            raise failed  # nobody has come after us, or somebody in our place",
+        "            return",
+    ),
+    Mutant(
+        "a commit that took place is taken for one that failed",
+        "sqlite.py",
+        "        if found == mark:\n            return\n",
+        "",
+    ),
+    Mutant(
+        "what is unknown is called a failure",
+        "sqlite.py",
+        "        unknown.is_outcome_unknown = True\n",
+        "",
+    ),
+    Mutant(
+        "a failed transaction stays open",
+        "sqlite.py",
+        "            finally:\n                _roll_back(connection)\n"
+        "                self._has_lock = False",
+        "            finally:\n                self._has_lock = False",
+    ),
+    Mutant(
+        "transactions begin without the lock",
+        "sqlite.py",
+        'self._patiently(connection, "BEGIN IMMEDIATE")\n        # SQLite goes',
+        'self._patiently(connection, "BEGIN")\n        # SQLite goes',
+    ),
+    # Keys.
+    Mutant(
+        "a key that is held is not looked for",
+        "_writes.py",
+        "    holders = live_of(connection, keyed)\n",
+        "    holders: dict[Name, Row] = {}\n",
+    ),
+    Mutant(
+        "a retry does not look who has the key",
+        "_writes.py",
+        "        if _takes_key(change) and connection.execute(_HOLDER",
+        "        if False and connection.execute(_HOLDER",
+    ),
+    # Waking.
+    Mutant(
+        "the next due time is forgotten",
+        "_agenda.py",
+        "        self._due = earliest(due, self._heard_due)",
+        "        self._due = self._heard_due",
+    ),
+    Mutant(
+        "a look finds that nothing has changed",
+        "_bridge.py",
+        "        if write.version == write.unless:\n",
+        "        if True:\n",
+    ),
+    Mutant(
+        "a claim that was refused is not repeated",
+        "_agenda.py",
+        "        self.is_hungry = True\n        self._repeat_at = now",
+        "        self._repeat_at = now",
+    ),
+    # Secrets.
+    Mutant(
+        "the text of any exception is stored",
+        "_attempt.py",
+        "return _lifecycle.Raised(Failure(_INTERNAL_ERROR, safe_text(_type_name(error), 1_000)))",
+        "return _lifecycle.Raised(Failure(str(error), safe_text(_type_name(error), 1_000)))",
+    ),
+]
+
+
+class Verdict(NamedTuple):
+    mutant: Mutant
+    seed: int | None
+    """That found it, if one did."""
+    seconds: float
+    how: str
+    """The first promise that was broken."""
+
+
+def copy_with(mutant: Mutant, to: Path) -> None:
+    """Raises ValueError for a mutant that does not fit the library any more."""
+    for part in ("trio_jobs", "tests"):
+        shutil.copytree(ROOT / part, to / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", to)
+    path = to / "trio_jobs" / mutant.file
+    text = path.read_text()
+    if text.count(mutant.old) != 1:
+        raise ValueError(f"{mutant.name}: its place in {mutant.file} is there not once")
+    path.write_text(text.replace(mutant.old, mutant.new))
+
+
+def verdict_of(mutant: Mutant, seeds: int) -> Verdict:
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        copy_with(mutant, Path(folder))
+        try:
+            ran = subprocess.run(
+                [sys.executable, "-m", "tests.simulation", "--seeds", str(seeds), "--no-shrink", "--workers", "1"],
+                cwd=folder,
+                env={**os.environ, "PYTHONPATH": folder},
+                capture_output=True,
+                text=True,
+                timeout=LONGEST,
+            )
+        except subprocess.TimeoutExpired:
+            return Verdict(mutant, -1, time.monotonic() - began, "it hangs")
+    output = ran.stdout + ran.stderr
+    seconds = time.monotonic() - began
+    found = re.search(r"^again: .* --seed (\d+)", output, re.MULTILINE)
+    if found is None and ran.returncode != 0:
+        raise RuntimeError(f"{mutant.name}: the simulator did not run:\n{output[-2000:]}")
+    how = re.search(r"^ *((I\d+|crash)\b.*)", output, re.MULTILINE)
+    return Verdict(
+        mutant,
+        None if found is None else int(found[1]),
+        seconds,
+        "" if how is None else how[1][:150],
+    )
+
+
+def verdicts(mutants: Sequence[Mutant], seeds: int) -> Iterator[Verdict]:
+    for mutant in mutants:
+        yield verdict_of(mutant, seeds)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser("python -m tests.simulation mutants", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=300, help="at most, for each")
+    parser.add_argument("--only", default="", help="those with this in their names")
+    options = parser.parse_args(arguments)
+    chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
+    found = wanted = 0
+    for verdict in verdicts(chosen, options.seeds):
+        mutant, seed, seconds, how = verdict
+        if seed is not None:
+            said = f"found by seed {seed}" if seed >= 0 else "found"
+        else:
+            said = f"survives, but {mutant.equivalent}" if mutant.equivalent else "SURVIVES"
+        if not mutant.equivalent:
+            wanted += 1
+            found += seed is not None
+        print(f"{mutant.name}: {said} ({seconds:.0f} s) {how}".rstrip(), flush=True)
+    print(f"{found} of {wanted} found")
+    return 0 if found >= WANTED * wanted else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
