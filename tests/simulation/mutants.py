@@ -331,7 +331,16 @@ def verdict_of(mutant: Mutant, seeds: int) -> Verdict:
         copy_with(mutant, Path(folder))
         try:
             ran = subprocess.run(
-                [sys.executable, "-m", "tests.simulation", "--seeds", str(seeds), "--no-shrink", "--workers", "1"],
+                [
+                    sys.executable,
+                    "-m",
+                    "tests.simulation",
+                    "--seeds",
+                    str(seeds),
+                    "--no-shrink",
+                    "--workers",
+                    "1",
+                ],
                 cwd=folder,
                 env={**os.environ, "PYTHONPATH": folder},
                 capture_output=True,

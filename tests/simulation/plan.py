@@ -84,6 +84,8 @@ class ProcessPlan:
     busy_timeout: float
     tidies: bool
     """Its log is checkpointed at every occasion."""
+    latency: float
+    """Seconds that a transaction waits to begin, and its answer to be heard, at most."""
 
 
 # What clients do.
@@ -247,6 +249,7 @@ def _process(
         grace=chance.choice([0.0, 1.0, 5.0]),
         busy_timeout=chance.choice([0.0, 0.2, 0.2, 0.5, 5.0]),
         tidies=chance.random() < 0.25,
+        latency=chance.choice([0.0, 0.0, 0.001, 0.02, 0.3]),
     )
 
 

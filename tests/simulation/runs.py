@@ -29,6 +29,7 @@ from .coverage import ways_of
 from .evidence import AUDIT_QUERIES, STATES, Evidence, Rest, Rules, Stop, audit_of, audit_schema
 from .handlers import handlers_of, kind_of
 from .invariants import Violation, check_all
+from .latency import let_writing_take_time
 from .plan import CANARY, Event, Plan, ProcessPlan
 from .store import SimulatedStore
 from .world import Process, World, folder, frozen_tasks_do_not_run, process_of, witnessed
@@ -48,6 +49,7 @@ _HEALTHY: Final = ProcessPlan(
     grace=5.0,
     busy_timeout=5.0,
     tidies=False,
+    latency=0.0,
 )
 
 
@@ -240,8 +242,7 @@ class _Run:
         timeless = handlers_of(process, self.kinds, own_time=False)
         async with trio_jobs.open_jobs(process.store, clock=process.wall) as jobs:
             process.jobs = jobs
-            flush = partial(process.run, jobs._bridge._flush)
-            jobs._bridge._flush = flush  # type: ignore[method-assign]
+            let_writing_take_time(process, jobs)
             async with trio.open_nursery() as clients:
                 async with trio.open_nursery() as nursery:
                     for _ in range(process.settings.runners):

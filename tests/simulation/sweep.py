@@ -64,6 +64,7 @@ _PROCESS: Final = ProcessPlan(
     grace=1.0,
     busy_timeout=0.2,
     tidies=False,
+    latency=0.0,
 )
 
 
