@@ -10,10 +10,8 @@ import itertools
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Final
 
@@ -25,37 +23,13 @@ from . import report
 from .plan import draw
 from .runs import run
 from .shrink import shrink
+from .summary import Summary, runs_of
 
 # Each is a module with a `main(arguments)`.
 COMMANDS: Final = ("sweep", "power", "processes", "mutants")
 _CHUNK: Final = 10
 _ENOUGH: Final = 5
 """So many failing seeds, and nothing is learnt by looking for more."""
-
-
-@dataclass
-class Summary:
-    """What many runs came to."""
-
-    runs: int = 0
-    failed: list[int] = field(default_factory=list)
-    coverage: Counter[str] = field(default_factory=Counter)
-
-    def add(self, other: Summary) -> None:
-        self.runs += other.runs
-        self.failed += other.failed
-        self.coverage += other.coverage
-
-
-def runs_of(seeds: Sequence[int]) -> Summary:
-    summary = Summary()
-    for seed in seeds:
-        result = run(draw(seed))
-        summary.runs += 1
-        summary.coverage += result.coverage
-        if result.violations:
-            summary.failed.append(seed)
-    return summary
 
 
 @click.command(epilog=f"Other commands: {', '.join(COMMANDS)}; each has a --help of its own.")
