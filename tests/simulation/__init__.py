@@ -1,10 +1,36 @@
 """Runs in which everything is decided by chance, or everything is tried in turn, and judges who see
 only the evidence.
 
+What is known of a run, and what must be true of it, whoever made it:
+
     evidence     what clients, handlers and the file itself saw
     timeline     the same, by job and claim
-    invariants   what must be true of every run (row_, claim_ and run_invariants)
+    invariants   what must be true of every run (row_, claim_, time_ and run_invariants)
 
-    processes    rounds with real processes (process_plan, _round, _evidence and _judge)
+Simulated processes, in virtual time:
+
+    plan         all that a seed decides, as data
+    world        processes with clocks, connections and fates of their own on one real file
+    store        the real store, with its seams in the world's hands; `latency` its thread
+    faults       what can go wrong with a statement
+    handlers     what jobs do; `clients` what is asked for
+    runs         one run: chaos, healing, and the verdict; `coverage` names the rare ways it went
+    shrink       makes a failing plan small; `report` prints it; `kept` has those of the past
+    sweep        every fault in turn, over one script
+    mutants      small mistakes in a copy of the library, to see whether they are found
+
+Power cuts:
+
+    vfs          records what reaches the disk
+    power_disk   what of it is left after a cut
+    power_life   what goes on between two cuts
+    power_store  the store of a process, and its folder
+    power_facts  what was told to somebody, and may not be denied by what is left
+    power_judge  a life that is cut, and what must be true then
+    power        the command
+
+Real processes:
+
+    processes    rounds with them (process_plan, _round, _evidence and _judge)
     child        one of them (child_handlers, child_client, diary); `fleet` has all, `disk` the file
 """
