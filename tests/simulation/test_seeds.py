@@ -5,16 +5,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from stories import TIMES
 
-from .kept import KEPT
-from .plan import draw
-from .runs import run
+from trio_jobs import _lifecycle
+from trio_jobs._model import Failure
 
-SEEDS = range(30 * TIMES)
+from . import report
+from .kept import KEPT
+from .plan import CANARY, draw
+from .runs import run
+from .shrink import shrink, smallest
+
+SEEDS = range(20 * TIMES)
 
 
 @pytest.mark.parametrize("seed", [*SEEDS, *KEPT])
@@ -39,3 +45,55 @@ def test_a_seed_decides_every_statement_of_a_run_also_in_another_interpreter() -
 
     assert here == again == other.stdout.split()
     assert len(set(here)) == len(seeds)
+
+
+def test_the_worlds_processes_do_not_run_while_they_are_frozen() -> None:
+    result = next(
+        result
+        for result in (run(draw(seed)) for seed in range(200))
+        if any(fault.what == "freeze" for fault in result.evidence.history.faults)
+    )
+
+    history = result.evidence.history
+    frozen = [fault for fault in history.faults if fault.what == "freeze"]
+    killed = {life.process: life.killed_at for life in history.lives if life.killed_at}
+    for fault in frozen:
+        until = min(fault.until or fault.at, killed.get(fault.process or "", fault.until or 0))
+        instant = fault.at + 1_000_000  # what was to run at that instant still does
+        assert not [
+            step
+            for step in result.evidence.audit.steps
+            if step.who == fault.process and instant < step.at < until
+        ]
+
+
+def test_what_a_run_does_not_fail_without_is_left() -> None:
+    tried: list[Sequence[str]] = []
+
+    def fails(pieces: Sequence[str]) -> bool:
+        tried.append(pieces)
+        return {"s3", "f7"} <= set(pieces)
+
+    pieces = [*(f"s{number}" for number in range(20)), *(f"f{number}" for number in range(10))]
+
+    assert smallest(pieces, fails) == ["s3", "f7"]
+    assert len(tried) < 100
+
+
+def test_a_failure_is_made_small_and_told_with_the_line_that_repeats_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_lifecycle, "WORKER_LOST", Failure(CANARY))
+    failed = next(
+        result for result in (run(draw(seed)) for seed in range(200)) if result.violations
+    )
+    size = len(failed.plan.pieces())
+
+    small = shrink(failed)
+    told = "\n".join(report.failure(small, size))
+
+    assert {violation.invariant for violation in small.violations} == {"I18"}
+    assert len(small.plan.pieces()) < size
+    assert f"--seed {failed.plan.seed} --only " in told
+    assert f"-> '{CANARY}'" in told
+    assert "the last " in told
