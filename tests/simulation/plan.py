@@ -300,7 +300,7 @@ def _steps(
 
 
 def _faults(chance: random.Random, processes: int) -> tuple[StatementFault, ...]:
-    gap = chance.choice([0, 0, 300, 100, 30])
+    gap = chance.choice([0, 0, 100, 30, 10])
     names = _some(chance, FAULTS, 4)
     if not gap or not names:
         return ()
