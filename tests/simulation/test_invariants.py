@@ -354,7 +354,7 @@ def test_a_claim_while_the_handler_of_the_last_one_is_under_way(case: Case) -> N
     assert case.broken() == set()
 
     late.is_stubborn = False
-    case.history.faults.append(Fault("freeze", 1))
+    case.history.faults.append(Fault("freeze", late.at, "b"))
     assert case.broken() == set()
 
 

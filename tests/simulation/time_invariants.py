@@ -15,36 +15,44 @@ from .timeline import Claim, Found, Timeline
 _SECOND: Final = 1_000_000_000
 _LONGEST_REPEAT: Final = 3 * _SECOND
 """A refused end is written again every two seconds."""
-_STOPS_TIME: Final = frozenset(
-    {
-        "freeze",
-        "blocked loop",
-        "suspended machine",
-        "delay",
-        "wait for a lock",
-        "clock step",
-        "skewed clock",
-    }
+_PAUSES: Final = frozenset(
+    {"freeze", "blocked loop", "suspended machine", "delay", "wait for a lock"}
 )
-"""The faults that keep a process from running, or touch a clock."""
+"""The faults that keep a process from running."""
+_CLOCKS: Final = frozenset({"clock step", "skewed clock"})
+"""The faults of its clock."""
 
 
 def attempts_do_not_overlap(timeline: Timeline) -> Found:
     """I5: the handler of a claim has ended before there is another claim, unless it cannot be
     cancelled, its process does not run, or clocks are wrong."""
-    faults = timeline.evidence.history.faults
-    disturbed_from = min((fault.at for fault in faults if fault.what in _STOPS_TIME), default=None)
     last: dict[int, Claim] = {}
     for (job, token), claim in timeline.claims.items():
         before, last[job] = last.get(job), claim
+        start = None if before is None else timeline.start_of(job, before.token)
         at = claim.step.at
-        if before is None or (disturbed_from is not None and disturbed_from <= at):
+        if before is None or start is None or start.is_stubborn:
             continue
-        start = timeline.start_of(job, before.token)
-        if start is None or start.is_stubborn or timeline.is_dead(start.process, at):
+        if timeline.is_dead(start.process, at) or not _ran_in_time(timeline, before, claim):
             continue
         if start.ended_at is None or start.ended_at > at + timeline.evidence.resolution:
             yield job, f"was claimed under {token} while its start {before.token} was under way"
+
+
+def _ran_in_time(timeline: Timeline, before: Claim, claim: Claim) -> bool:
+    """Both processes did between the two claims, and by right clocks."""
+    return not any(
+        fault.process in (None, before.holder, claim.holder)
+        and fault.at <= claim.step.at
+        and (
+            fault.what in _CLOCKS
+            or (
+                fault.what in _PAUSES
+                and (fault.at if fault.until is None else fault.until) >= before.step.at
+            )
+        )
+        for fault in timeline.evidence.history.faults
+    )
 
 
 def a_stop_leaves_nothing(timeline: Timeline) -> Found:
@@ -59,6 +67,10 @@ def a_stop_leaves_nothing(timeline: Timeline) -> Found:
             yield from _starts_after(timeline, stop)
         for (job, token), claim in timeline.claims.items():
             if claim.holder != stop.process or claim.step.at > stop.ended_at:
+                continue
+            # A claim whose commit was unknown was never in its hands: its lease has to end.
+            is_known = timeline.start_of(job, token) is not None
+            if not is_known and timeline.was_disturbed(stop.process, claim.step.at, stop.ended_at):
                 continue
             if claim.end is None or claim.end.at > stop.ended_at + timeline.evidence.resolution:
                 yield job, f"runs under claim {token} after the orderly stop of {stop.process}"
@@ -94,7 +106,7 @@ def nothing_starts_too_early_or_late(timeline: Timeline) -> Found:
 def _has_right_clock(timeline: Timeline, process: str | None) -> bool:
     # One call of `run_once` goes by the instant it began at, wherever the clock went since.
     return not any(
-        fault.what in ("clock step", "skewed clock") and fault.process in (None, process)
+        fault.what in _CLOCKS and fault.process in (None, process)
         for fault in timeline.evidence.history.faults
     )
 
