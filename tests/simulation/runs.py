@@ -36,7 +36,7 @@ from .world import Process, World, folder, frozen_tasks_do_not_run, process_of, 
 
 SETTLES_WITHIN: Final = 1500.0
 """Seconds: the longest leases (60 s), delays, backoffs and handlers one after the other."""
-LOOKS_EVERY: Final = 5.0
+LOOKS_EVERY: Final = 10.0
 HEALER: Final = -1
 _HEALTHY: Final = ProcessPlan(
     place="here",
@@ -44,7 +44,7 @@ _HEALTHY: Final = ProcessPlan(
     runners=1,
     workers=4,
     queues=None,
-    poll=2.0,
+    poll=10.0,
     lease=30.0,
     grace=5.0,
     busy_timeout=5.0,
