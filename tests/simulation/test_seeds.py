@@ -90,7 +90,7 @@ def test_a_failure_is_made_small_and_told_with_the_line_that_repeats_it(
     size = len(failed.plan.pieces())
 
     small = shrink(failed)
-    told = "\n".join(report.failure(small, size))
+    told = "\n".join(report.failure(small, report.replay(small, size)))
 
     assert {violation.invariant for violation in small.violations} == {"I18"}
     assert len(small.plan.pieces()) < size
