@@ -14,7 +14,8 @@ Simulated processes, in virtual time:
     store        the real store, with its seams in the world's hands; `latency` its thread
     faults       what can go wrong with a statement
     handlers     what jobs do; `clients` what is asked for
-    runs         one run: chaos, healing, and the verdict; `coverage` names the rare ways it went
+    runs         one run: chaos, healing, and the verdict; `many` of them in several processes
+    coverage     which rare ways a run went
     shrink       makes a failing plan small; `report` prints it; `kept` has those of the past
     sweep        every fault in turn, over one script
     mutants      small mistakes in a copy of the library, to see whether they are found

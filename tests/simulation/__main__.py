@@ -10,26 +10,21 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from multiprocessing import get_context
+from collections.abc import Sequence
 from typing import Final
 
 import click
 from rich.console import Console
-from rich.progress import Progress, TaskID
+from rich.progress import Progress
 
 from . import report
+from .many import Summary, run_many
 from .plan import draw
 from .runs import run
 from .shrink import shrink
-from .summary import Summary, runs_of
 
 # Each is a module with a `main(arguments)`.
 COMMANDS: Final = ("sweep", "power", "processes", "mutants")
-_CHUNK: Final = 10
-_ENOUGH: Final = 5
-"""So many failing seeds, and nothing is learnt by looking for more."""
 
 
 @click.command(epilog=f"Other commands: {', '.join(COMMANDS)}; each has a --help of its own.")
@@ -64,7 +59,13 @@ def main(
     numbers = itertools.count(first) if seeds is None else iter(range(first, first + seeds))
     with Progress(console=console) as progress:
         task = progress.add_task("runs", total=seeds)
-        summary = _many(numbers, workers, until, progress, task)
+
+        def note(summary: Summary) -> None:
+            rate = summary.runs / (time.monotonic() - began)
+            text = f"{rate:.1f} runs a second, {len(summary.failed)} broken"
+            progress.update(task, completed=summary.runs, description=text)
+
+        summary = run_many(numbers, workers, until, note)
     took = time.monotonic() - began
     for line in report.coverage(summary.coverage):
         console.print(line, markup=False)
@@ -74,42 +75,6 @@ def main(
         console.print(f"broken promises with the seeds {sorted(summary.failed)}", markup=False)
         _one(console, min(summary.failed), None, shrinks)
         sys.exit(1)
-
-
-def _many(
-    numbers: Iterator[int], workers: int, until: float | None, progress: Progress, task: TaskID
-) -> Summary:
-    summary = Summary()
-    began = time.monotonic()
-
-    def is_over() -> bool:
-        late = until is not None and time.monotonic() >= until
-        return late or len(summary.failed) >= _ENOUGH
-
-    def done(some: Summary) -> None:
-        summary.add(some)
-        rate = summary.runs / (time.monotonic() - began)
-        text = f"{rate:.1f} runs a second, {len(summary.failed)} broken"
-        progress.update(task, advance=some.runs, description=text)
-
-    if workers == 1:
-        while not is_over() and (chunk := list(itertools.islice(numbers, _CHUNK))):
-            done(runs_of(chunk))
-        return summary
-    waiting: set[Future[Summary]] = set()
-    # Not forked: a child must not inherit what this process has open.
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        while True:
-            while len(waiting) < 2 * workers and not is_over():
-                chunk = list(itertools.islice(numbers, _CHUNK))
-                if not chunk:
-                    break
-                waiting.add(pool.submit(runs_of, chunk))
-            if not waiting:
-                return summary
-            ready, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-            for future in ready:
-                done(future.result())
 
 
 def _one(console: Console, seed: int, only: Sequence[str] | None, shrinks: bool) -> int:

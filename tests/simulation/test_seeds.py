@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from stories import TIMES
 
 from trio_jobs import _lifecycle
 from trio_jobs._model import Failure
 
 from . import report
+from .__main__ import main
 from .kept import KEPT
 from .plan import CANARY, draw
 from .runs import run
@@ -97,3 +99,26 @@ def test_a_failure_is_made_small_and_told_with_the_line_that_repeats_it(
     assert f"--seed {failed.plan.seed} --only " in told
     assert f"-> '{CANARY}'" in told
     assert "the last " in told
+
+
+def test_the_command_runs_many_seeds_in_several_processes_and_says_which_ways_they_went() -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "tests.simulation", "--seeds", "2", "--workers", "2"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert "2 runs in " in done.stdout
+    assert "lost row taken up" in done.stdout
+
+
+def test_the_command_fails_with_a_seed_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_lifecycle, "WORKER_LOST", Failure(CANARY))
+    runner = CliRunner()
+
+    several = runner.invoke(main, ["--seeds", "30", "--workers", "1", "--no-shrink"])
+    one = runner.invoke(main, ["--seed", "0", "--only", ""])
+
+    assert several.exit_code == 1
+    assert "again: python -m tests.simulation --seed" in several.output
+    assert one.exit_code == 0
+    assert "all promises were kept" in one.output

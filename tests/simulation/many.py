@@ -1,0 +1,82 @@
+"""Many runs, in several processes."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from typing import Final
+
+from .plan import draw
+from .runs import run
+
+_CHUNK: Final = 10
+_ENOUGH: Final = 5
+"""So many failing seeds, and nothing is learnt by looking for more."""
+
+
+@dataclass
+class Summary:
+    """What many runs came to."""
+
+    runs: int = 0
+    failed: list[int] = field(default_factory=list)
+    coverage: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Summary) -> None:
+        self.runs += other.runs
+        self.failed += other.failed
+        self.coverage += other.coverage
+
+
+def runs_of(seeds: Sequence[int]) -> Summary:
+    summary = Summary()
+    for seed in seeds:
+        result = run(draw(seed))
+        summary.runs += 1
+        summary.coverage += result.coverage
+        if result.violations:
+            summary.failed.append(seed)
+    return summary
+
+
+def run_many(
+    numbers: Iterator[int],
+    workers: int,
+    until: float | None,
+    note: Callable[[Summary], None] = lambda summary: None,
+) -> Summary:
+    """Run these seeds in so many processes, until there are no more, or that instant of
+    `time.monotonic`, or enough have failed. `note` hears how far it is."""
+    summary = Summary()
+
+    def is_over() -> bool:
+        late = until is not None and time.monotonic() >= until
+        return late or len(summary.failed) >= _ENOUGH
+
+    def done(some: Summary) -> None:
+        summary.add(some)
+        note(summary)
+
+    if workers == 1:
+        while not is_over() and (chunk := list(itertools.islice(numbers, _CHUNK))):
+            done(runs_of(chunk))
+        return summary
+    waiting: set[Future[Summary]] = set()
+    # Not forked: a child must not inherit what this process has open.
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        while True:
+            while len(waiting) < 2 * workers and not is_over():
+                chunk = list(itertools.islice(numbers, _CHUNK))
+                if not chunk:
+                    break
+                waiting.add(pool.submit(runs_of, chunk))
+            if not waiting:
+                return summary
+            ready, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            for future in ready:
+                done(future.result())
