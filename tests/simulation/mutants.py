@@ -60,8 +60,15 @@ MUTANTS: Final[Sequence[Mutant]] = [
     Mutant(
         "other changes are not compared with the row",
         "_writes.py",
-        "WHERE (before.state, before.claims, before.cancel_requested) IS NOT (",
-        "WHERE false AND (before.state, before.claims, before.cancel_requested) IS NOT (",
+        "WHERE (before.state, before.claims, before.cancel_requested, before.lease_over) IS NOT (",
+        "WHERE false AND (before.state, before.claims, before.cancel_requested, before.lease_over)"
+        " IS NOT (",
+    ),
+    Mutant(
+        "a cancel ends a job whose lease was renewed after it looked",
+        "_lifecycle.py",
+        "return replace(change, lease_over=row.lease_until)",
+        "return change",
     ),
     Mutant(
         "a lease is renewed by its id alone",

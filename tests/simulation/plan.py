@@ -196,9 +196,18 @@ class Plan:
         )
 
 
+TAKEOVERS: Final = 0.25
+"""Share of the plans that are about claims which outlive their lease."""
+
+
 def draw(seed: int) -> Plan:
     """The plan of a seed."""
     chance = random.Random(seed)
+    plan = _draw(seed, chance)
+    return _with_takeovers(plan, chance) if chance.random() < TAKEOVERS else plan
+
+
+def _draw(seed: int, chance: random.Random) -> Plan:
     chaos = chance.choice([5.0, 12.0, 12.0, 30.0])
     number = chance.choice([1, 2, 2, 3, 4])
     kinds = tuple(_kind(chance, index) for index in range(chance.choice([1, 2, 3])))
@@ -215,6 +224,38 @@ def draw(seed: int) -> Plan:
         events=_events(chance, chaos, number),
         restart_after=tuple(chance.choice([0.0, 0.0, 0.5, 3.0, 15.0]) for _ in range(7)),
         heals_by_stop=chance.random() < 0.5,
+    )
+
+
+def _with_takeovers(plan: Plan, chance: random.Random) -> Plan:
+    """Handlers that take long in processes that freeze, with others who take up what was theirs:
+    by chance alone, the end of the first hardly ever comes while the second is under way."""
+    processes = [
+        dataclasses.replace(
+            settings,
+            clock=0.0,
+            runners=1,
+            queues=None,
+            poll=0.5,
+            lease=chance.choice([2.0, 3.0]),
+        )
+        for settings in (*plan.processes, plan.processes[0])
+    ]
+    events: list[Event] = []
+    at = 0.0
+    while (at := at + chance.expovariate(1 / 3.0)) < plan.chaos:
+        seconds = chance.choice([1.0, 4.0, 15.0])
+        process = chance.randrange(len(processes))
+        events.append(Event(len(events), round(at, 3), process, "freeze", seconds))
+    return dataclasses.replace(
+        plan,
+        kinds=tuple(
+            dataclasses.replace(kind, attempts=5, timeout=None, on_interrupt="retry")
+            for kind in plan.kinds
+        ),
+        processes=tuple(processes),
+        acts=("sleep", "sleep", "block", "publish", "shield", "swallow", "return"),
+        events=tuple(events),
     )
 
 
