@@ -35,5 +35,5 @@ def test_a_planted_fault_is_found_by_a_seed() -> None:
 def test_a_mutant_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     mutant = Mutant("none", "_writes.py", "not in there", "")
 
-    with pytest.raises(ValueError, match="none: its place in .* not once"):
+    with pytest.raises(ValueError, match=r"none: its place in .* not once"):
         copy_with(mutant, tmp_path)
