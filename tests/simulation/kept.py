@@ -1,4 +1,8 @@
-"""The seeds that ever failed, each with what it found. They run on every push."""
+"""The seeds that ever failed, each with what it found. They run on every push.
+
+When the drawing of plans changes, a seed means another plan. So what one finds in the library
+also gets a test of its own.
+"""
 
 from __future__ import annotations
 
