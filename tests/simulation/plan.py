@@ -213,7 +213,7 @@ def _draw(seed: int, chance: random.Random) -> Plan:
     kinds = tuple(_kind(chance, index) for index in range(chance.choice([1, 2, 3])))
     skews = chance.choice([(0.0,), (0.0,), (0.0, 0.0, -2.0, 1.5, 30.0)])
     acts = (*ORDINARY, *_some(chance, STRANGE, 3), "return", "return")
-    return Plan(
+    plan = Plan(
         seed=seed,
         chaos=chaos,
         kinds=kinds,
@@ -224,6 +224,27 @@ def _draw(seed: int, chance: random.Random) -> Plan:
         events=_events(chance, chaos, number),
         restart_after=tuple(chance.choice([0.0, 0.0, 0.5, 3.0, 15.0]) for _ in range(7)),
         heals_by_stop=chance.random() < 0.5,
+    )
+    return _unreachable(plan) if chance.random() < 0.15 else plan
+
+
+def _unreachable(plan: Plan) -> Plan:
+    """Long handlers, short leases, and now and then a process that does not reach the file: what a
+    self-fence is for, which chance alone hardly ever brings about undisturbed."""
+    processes = [
+        dataclasses.replace(one, clock=0.0, lease=2.0, runners=1, queues=None, busy_timeout=0.0)
+        for one in (*plan.processes, *plan.processes)[: max(2, len(plan.processes))]
+    ]
+    count = max(2, int(plan.chaos / 5))
+    return dataclasses.replace(
+        plan,
+        processes=tuple(processes),
+        acts=("sleep", "sleep", "return"),
+        faults=(),
+        events=tuple(
+            Event(number, 1.0 + 5.0 * number, number % 2, "unplug", 4.0) for number in range(count)
+        ),
+        steps=tuple(step for step in plan.steps if step.verb != "enqueue_on"),
     )
 
 
