@@ -26,6 +26,8 @@ _CLOCKS: Final = frozenset({"clock step", "skewed clock"})
 def attempts_do_not_overlap(timeline: Timeline) -> Found:
     """I5: the handler of a claim has ended before there is another claim, unless it cannot be
     cancelled, its process does not run, or clocks are wrong."""
+    if timeline.evidence.resolution:
+        return  # a real machine may keep any process from running, and nobody tells
     last: dict[int, Claim] = {}
     for (job, token), claim in timeline.claims.items():
         before, last[job] = last.get(job), claim
