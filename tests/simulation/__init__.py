@@ -12,7 +12,7 @@ Simulated processes, in virtual time:
     plan         all that a seed decides, as data
     world        processes with clocks, connections and fates of their own on one real file
     store        the real store, with its seams in the world's hands; `latency` its thread
-    faults       what can go wrong with a statement
+    faults       what can go wrong with a statement; `witness` hears what the library logs
     handlers     what jobs do; `clients` what is asked for
     runs         one run: chaos, healing, and the verdict; `many` of them in several processes
     coverage     which rare ways a run went

@@ -32,7 +32,8 @@ from .invariants import Violation, check_all
 from .latency import let_writing_take_time
 from .plan import CANARY, Event, Plan, ProcessPlan
 from .store import SimulatedStore
-from .world import Process, World, folder, frozen_tasks_do_not_run, process_of, witnessed
+from .witness import witnessed
+from .world import Process, World, folder, frozen_tasks_do_not_run, process_of
 
 SETTLES_WITHIN: Final = 1500.0
 """Seconds: the longest leases (60 s), delays, backoffs and handlers one after the other."""

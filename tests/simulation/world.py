@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import logging
 import math
 import os
 import random
@@ -30,7 +29,7 @@ from trio_jobs._identity import Process as Identity
 from trio_jobs.testing import EPOCH
 
 from . import faults
-from .evidence import Fault, History, Life, LogLine
+from .evidence import Fault, History, Life
 from .plan import Plan, ProcessPlan, StatementFault
 
 if TYPE_CHECKING:
@@ -39,7 +38,8 @@ if TYPE_CHECKING:
 _EPOCH: Final = EPOCH.timestamp()
 _LONG: Final = 0.3
 """Seconds: less than a sixth of the shortest lease."""
-_here: contextvars.ContextVar[Process] = contextvars.ContextVar("simulated process")
+here: contextvars.ContextVar[Process] = contextvars.ContextVar("simulated process")
+"""Whose task that is; not set for the world's own."""
 
 
 class World:
@@ -312,16 +312,16 @@ class Process:
             self._backlog.append(lambda: self.run(call, *args))
         else:
             context = contextvars.copy_context()
-            context.run(_here.set, self)
+            context.run(here.set, self)
             context.run(call, *args)
 
     def enter(self) -> None:
         """The current task, and all it starts, are of this process from here on."""
-        _here.set(self)
+        here.set(self)
 
 
 def process_of(task: trio.lowlevel.Task) -> Process | None:
-    return task.context.get(_here)
+    return task.context.get(here)
 
 
 class SimulatedConnection:
@@ -387,38 +387,6 @@ def frozen_tasks_do_not_run() -> Iterator[None]:
         yield
     finally:
         trio_run.Runner.reschedule = original  # type: ignore[method-assign]
-
-
-class Witness(logging.Handler):
-    """Writes what the library logs into the history, unless a dead process said it."""
-
-    _formatter = logging.Formatter("%(message)s")
-
-    def __init__(self, history: History) -> None:
-        super().__init__(logging.INFO)
-        self._history = history
-
-    def emit(self, record: logging.LogRecord) -> None:
-        process = _here.get(None)
-        if process is None or process.is_alive:
-            text = self._formatter.format(record)
-            self._history.logs.append(LogLine(record.levelno, text))
-
-
-@contextlib.contextmanager
-def witnessed(history: History) -> Iterator[None]:
-    log = logging.getLogger("trio_jobs")
-    witness = Witness(history)
-    before = log.level, log.propagate
-    log.addHandler(witness)
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    try:
-        yield
-    finally:
-        log.removeHandler(witness)
-        log.setLevel(before[0])
-        log.propagate = before[1]
 
 
 def folder() -> str | None:
