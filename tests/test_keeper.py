@@ -569,6 +569,28 @@ async def test_a_wall_clock_that_is_set_moves_no_timeout(
     assert (returned.unwrap(), returned.attempt) == (7, 1)
 
 
+async def test_a_wall_clock_that_is_set_while_nothing_runs_delays_no_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watchdog still sleeps until the limit of a job that has ended; after the step that is
+    earlier than any new limit, so that these do not ring it."""
+    offset = 0.0
+    monkeypatch.setattr(
+        trio_jobs._clock, "time", types.SimpleNamespace(time=lambda: time.time() + offset)
+    )
+    late = Kind("late", None, timeout=0.1, retry=Retry(attempts=1))
+
+    async with (
+        trio_jobs.open_jobs(tmp_path / "jobs.db") as jobs,
+        serving(jobs, plain.handled_by(Script(None)), late.handled_by(Script(forever)), poll=0.1),
+    ):
+        await finished(jobs, await jobs.enqueue(plain, None))
+        offset = HOUR
+        [timed_out] = await finished(jobs, await jobs.enqueue(late, None), within=20)
+
+    assert timed_out.failure == Failure("timed out")
+
+
 async def test_a_lost_row_ends_at_its_deadline_also_while_no_worker_is_free_here(
     tmp_path: Path,
 ) -> None:

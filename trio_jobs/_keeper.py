@@ -97,7 +97,7 @@ class Keeper:
             limits = [one.next_limit(now) for one in self.handling()]
             first, self._first_limit = self._first_limit, None
             limit = min((limit for limit in limits if limit is not None), default=first)
-            await self._limit.wait(limit, idle=not limits)
+            await self._limit.wait(limit, idle=not limits and first is None)
             late = self._limit.late
             if late * MICROSECONDS > self._lease // 6:
                 _log.warning("the event loop was blocked for %.1f s; leases may be lost", late)
