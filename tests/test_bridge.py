@@ -529,6 +529,24 @@ async def test_a_write_that_is_cancelled_before_it_is_taken_is_withdrawn(
     assert keys == ["first"]
 
 
+async def test_many_writes_are_withdrawn_at_once_without_a_search_for_each(
+    gated: GatedStore,
+) -> None:
+    """With a search 20,000 of them kept the loop busy for four seconds."""
+    writes = [Write("add", [new_job()]) for _ in range(20_000)]
+    async with open_bridge(gated) as bridge:
+        async with gated.closed_gate(lambda: bridge.add([new_job(key="first")])):
+            bridge.submit(*writes)
+            start = time.perf_counter()
+            withdrawn = [bridge.withdraw(write) for write in reversed(writes)]
+            took = time.perf_counter() - start
+        keys = await keys_in(bridge)
+
+    assert all(withdrawn)
+    assert took < 1
+    assert keys == ["first"]
+
+
 async def test_a_write_that_is_cancelled_after_it_was_taken_gives_its_outcome(
     gated: GatedStore,
 ) -> None:

@@ -13,6 +13,7 @@ tick, by the same code.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -81,7 +82,8 @@ class Bridge:
         self._tell_unsure = tell_unsure
         self._token = trio.lowlevel.current_trio_token()
         self._readers = trio.CapacityLimiter(1)
-        self._pending: list[Write] = []
+        # Not a list: thousands may be withdrawn at once, each from anywhere.
+        self._pending: dict[Write, None] = {}
         self._gathered = threading.Condition()
         self._thread: threading.Thread | None = None
         self._checkpointer: threading.Thread | None = None
@@ -115,7 +117,7 @@ class Bridge:
             return  # the store is the parent's
         with self._gathered:
             self.is_closed = True
-            waiting, self._pending = self._pending, []
+            waiting, self._pending = list(self._pending), {}
             for write in waiting:
                 write.is_taken = True  # nobody can withdraw it any more
             self._gathered.notify()
@@ -172,7 +174,7 @@ class Bridge:
         with self._gathered:
             if not self._pending:  # else it knows
                 self._gathered.notify()
-            self._pending.extend(writes)
+            self._pending.update(dict.fromkeys(writes))
         self._begin(len(writes))
         if self._thread is None and not self._flush_is_due:
             self._flush_is_due = True
@@ -231,7 +233,7 @@ class Bridge:
         with self._gathered:
             if write.is_taken:
                 return False
-            self._pending.remove(write)
+            del self._pending[write]
         self._end(1)
         return True
 
@@ -330,9 +332,9 @@ class Bridge:
             self._tidy()
 
     def _take(self) -> list[Write]:
-        batch = self._pending[:MAX_BATCH]
-        del self._pending[:MAX_BATCH]
+        batch = [*itertools.islice(self._pending, MAX_BATCH)]
         for write in batch:
+            del self._pending[write]
             write.is_taken = True
         return batch
 
