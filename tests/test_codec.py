@@ -495,6 +495,35 @@ def test_nan_and_infinity_are_refused_as_keys_and_members_p3(
     assert message == f"result is not valid at {path}: NaN and infinity cannot be stored as JSON"
 
 
+@pytest.mark.parametrize(
+    ("type_", "value", "path"),
+    [
+        (dict[str | int, int], {1: 1, "1": 2}, "$"),
+        (Any, {"a": [{2: None, "2": None}]}, "$[...][0]"),
+    ],
+)
+def test_keys_that_are_the_same_as_json_are_refused_p3(type_: Any, value: Any, path: str) -> None:
+    """One of the two would be gone."""
+    codec = Codec(type_, "result")
+
+    message = refusal(lambda: codec.encode(value, PLENTY))
+
+    assert message == f"result is not valid at {path}: Two keys are the same as JSON"
+
+
+@pytest.mark.parametrize("type_", [datetime, time])
+def test_a_time_zone_with_seconds_is_refused_p3(type_: Any) -> None:
+    """They would be rounded away: it would arrive as another instant."""
+    value = datetime(1900, 1, 1, tzinfo=timezone(timedelta(minutes=19, seconds=32)))
+    codec = Codec(list[type_], "payload")
+
+    message = refusal(
+        lambda: codec.encode([value if type_ is datetime else value.timetz()], PLENTY)
+    )
+
+    assert message.endswith("at $[0]: A time zone with seconds cannot be stored as JSON")
+
+
 def test_a_member_of_an_enum_that_is_infinite_is_refused_p3() -> None:
     codec = Codec(list[object], "result")
 

@@ -106,6 +106,7 @@ class Codec:
         ):
             _refuse_unstorable(value)
         if back != value:
+            _refuse_unstorable(value)
             # Maybe only a list for a tuple; but bytes or a date in place of a str are JSON
             # strings too, and would arrive as such.
             msgspec.convert(
@@ -249,6 +250,11 @@ def _refuse_unstorable(value: object, path: str = "$") -> None:
     finite = value.is_finite() if isinstance(value, Decimal) else data != b"null"
     if not finite and value is not None:
         raise _invalid("NaN and infinity cannot be stored as JSON", path)
+    if isinstance(value, dict) and len(msgspec.json.decode(data)) < len(value):
+        raise _invalid("Two keys are the same as JSON", path)
+    offset = value.utcoffset() if isinstance(value, datetime | time) else None
+    if offset is not None and offset % timedelta(minutes=1):
+        raise _invalid("A time zone with seconds cannot be stored as JSON", path)
 
 
 def _parts(value: Any) -> Iterable[tuple[str, object]] | None:
