@@ -16,7 +16,7 @@ from . import _lifecycle
 from ._drivers import Connection, Value, Values
 from ._model import Change, Claim, Claimed, ClaimedJob, Fence, Instant, Row, State
 from ._owners import Owners
-from ._rows import MAX_INTEGER, QUEUED_AS_JSON, ROW, array, as_json, row_of
+from ._rows import MAX_INTEGER, QUEUED_AS_JSON, ROW, array, as_json, as_number, row_of
 from ._writes import write
 
 _MAX_EXPIRED: Final = 500
@@ -183,7 +183,8 @@ def claim_rows(connection: Connection, claim: Claim, owners: Owners) -> Claimed:
         "limit": claim.limit + claim.ahead_limit + 1,
         "dead": as_json(owners.dead) if owners.dead else None,
     }
-    look = Look(*connection.execute(_LOOK, values)[0])
+    deadline, lease_until, scheduled, *texts = connection.execute(_LOOK, values)[0]
+    look = Look(as_number(deadline), as_number(lease_until), as_number(scheduled), *texts)
     settled: list[Change] = []
     if look.deadline is not None and look.deadline <= claim.now:
         settled += _expired(connection, claim, values)
@@ -200,7 +201,8 @@ def claim_rows(connection: Connection, claim: Claim, owners: Owners) -> Claimed:
     next_due = None if more else _next(connection, claim, values, taken)
     next_deadline = look.deadline
     if next_deadline is not None:
-        [(next_deadline,)] = connection.execute(_DEADLINE)
+        [(first,)] = connection.execute(_DEADLINE)
+        next_deadline = as_number(first)
     cancelled: list[Fence] = [(id, claims) for id, claims in msgspec.json.decode(look.cancelled)]
     if settled:
         gone = {change.after.fence for change in settled}
@@ -324,7 +326,9 @@ def _next(
     sql = _NEXT if values["dead"] is None else _NEXT_BESIDE_THE_DEAD
     held = {"held": as_json([*claim.held, *taken])}
     [instants] = connection.execute(sql, values | held)
-    return min((instant for instant in instants if instant is not None), default=None)
+    return min(
+        (instant for instant in map(as_number, instants) if instant is not None), default=None
+    )
 
 
 def _place(row: Row) -> list[int]:

@@ -40,6 +40,12 @@ QUEUED_AS_JSON: Final = """
 GET: Final = f"SELECT {ROW} FROM trio_jobs_job WHERE id = ?"
 
 
+def as_number(value: Any) -> Any:
+    """None for what is no number: SQLite keeps any text in a column of integers, and an instant
+    that somebody wrote by hand ("2030-01-01 12:00:00") must not stop a runner."""
+    return value if isinstance(value, int | float) else None
+
+
 def row_of(record: Record) -> Row:
     return Row(
         id=record[0],
@@ -50,9 +56,9 @@ def row_of(record: Record) -> Row:
         cancel_requested=bool(record[5]),
         priority=record[6],
         enqueued_at=record[7],
-        run_at=record[8],
-        deadline=record[9],
-        lease_until=record[10],
+        run_at=as_number(record[8]) or 0,
+        deadline=as_number(record[9]),
+        lease_until=as_number(record[10]),
         started_at=record[11],
         finished_at=record[12],
         kind=text_of(record[13]),
