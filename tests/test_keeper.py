@@ -497,6 +497,30 @@ def now_of(clock: WallClock, seconds: float) -> float:
     return seconds + clock.offset
 
 
+async def test_C1_a_clock_set_back_while_claims_are_refused_stops_no_runner(
+    autojump_clock: MockClock,
+) -> None:
+    """The wait after a refusal would last an hour longer."""
+    clock = WallClock()
+    store = Trouble(":memory:")
+    handle = Script(None)
+    async with (
+        trio_jobs.open_jobs(store, clock=clock) as jobs,
+        serving(jobs, plain.handled_by(handle)),
+    ):
+        job = await jobs.enqueue(plain, None, delay=1)
+        store.rule = lambda step: StoreBusy("locked") if step == "claim" else None
+        await trio.sleep(10)
+        clock.offset -= HOUR
+        store.rule = lambda step: None
+        # Its due time is the wall clock's, so it is another that tells.
+        [ended] = await finished(jobs, await jobs.enqueue(plain, None), within=10)
+        waiting = await jobs.get(job)
+
+    assert ended.state is State.SUCCEEDED
+    assert waiting.state is State.QUEUED
+
+
 async def test_C1_what_a_runner_leaves_behind_after_a_step_back_is_taken_up_within_two_leases(
     autojump_clock: MockClock,
 ) -> None:

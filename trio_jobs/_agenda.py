@@ -28,6 +28,7 @@ class Agenda:
         # What was heard since the claim under way was formed: its answer may not know of it.
         self._heard_due: Instant | None = None
         self._heard_deadline: Instant | None = None
+        self._refused_at: Instant = 0
         self._repeat_at: Instant | None = None
         self._repeats = Repeats()
 
@@ -62,11 +63,13 @@ class Agenda:
     def claim_was_refused(self, now: Instant) -> None:
         """The store failed; leave it alone for a while, longer each time."""
         self.is_hungry = True
+        self._refused_at = now
         self._repeat_at = now + microseconds(self._repeats.next())
 
     def may_claim(self, now: Instant) -> bool:
         """Nothing speaks against it."""
-        is_waiting = self._repeat_at is not None and now < self._repeat_at
+        # If that lies in the future, the clock was set back since.
+        is_waiting = self._repeat_at is not None and self._refused_at <= now < self._repeat_at
         return not (self.is_written_elsewhere or is_waiting)
 
     def wants_claim(self, now: Instant) -> bool:
@@ -85,7 +88,7 @@ class Agenda:
         free that brings no more than cancel requests, so it can wait for a claim for a while:
         with four busy processes such looks took a tenth of all they did."""
         look_at = self.next_look
-        return look_at is not None and (is_idle or look_at <= now)
+        return look_at is not None and (is_idle or not look_at - MAX_WAIT <= now < look_at)
 
     @property
     def next_look(self) -> Instant | None:
