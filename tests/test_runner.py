@@ -432,6 +432,19 @@ async def test_run_once_as_of_an_earlier_now_leaves_what_became_due_since(
     assert (await jobs.get(since)).state is State.QUEUED
 
 
+async def test_run_once_as_of_an_earlier_now_leaves_what_was_enqueued_since(
+    jobs: Jobs, autojump_clock: MockClock
+) -> None:
+    old = await jobs.enqueue(plain, None)
+    await trio.sleep(100)
+    since = await jobs.enqueue(plain, None)
+    count = await run_once(jobs, [plain.handled_by(Script(None))], now=at(10))
+
+    assert count == 1
+    assert (await jobs.get(old)).state is State.SUCCEEDED
+    assert (await jobs.get(since)).state is State.QUEUED
+
+
 @pytest.mark.parametrize("whose", ["a running job's", "a waiting job's", "another kind's"])
 async def test_run_once_as_of_an_earlier_now_does_not_spin_at_a_deadline_since(
     whose: str, jobs: Jobs, autojump_clock: MockClock

@@ -70,7 +70,7 @@ SELECT '[' || ifnull(group_concat((
     SELECT json_group_array(json_array(-priority, run_at, id, served.key, attempt)) FROM (
         SELECT priority, run_at, id, attempt FROM trio_jobs_job INDEXED BY trio_jobs_ready
         WHERE state = 0 AND kind = served.value AND id < :below
-            AND (run_at <= :due_by OR run_at <= enqueued_at)
+            AND (run_at <= :due_by OR run_at <= enqueued_at AND :stays_due)
             AND (deadline IS NULL OR deadline > :now) AND {but}
         ORDER BY priority DESC, run_at, id LIMIT :limit + 0
     )
@@ -178,6 +178,7 @@ def claim_rows(connection: Connection, claim: Claim, owners: Owners) -> Claimed:
         "lease_now": claim.lease_now,
         "lease_until": claim.lease_until,
         "due_by": claim.now if claim.due_by is None else claim.due_by,
+        "stays_due": claim.stays_due,
         "below": MAX_INTEGER if claim.below is None else claim.below,
         # The one more tells whether there are more.
         "limit": claim.limit + claim.ahead_limit + 1,

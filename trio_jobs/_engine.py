@@ -294,7 +294,8 @@ class Engine:
         self._let_go(execution)
 
     def _is_due_again(self, row: Row, once: Once) -> bool:
-        return row.state is State.QUEUED and row.run_at <= max(once.due_by, row.enqueued_at)
+        due_by = max(once.due_by, row.enqueued_at) if once.now is None else once.due_by
+        return row.state is State.QUEUED and row.run_at <= due_by
 
     def lost(self, execution: Execution) -> None:
         """Somebody else has its row."""

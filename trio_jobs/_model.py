@@ -161,6 +161,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """Ids this runner still has in hand: never lost to itself, never claimed twice."""
     below: int | None = None
     """Only ids below this one (`run_once`: what is enqueued meanwhile waits)."""
+    stays_due: bool = True
+    """What was due when it was enqueued is due: the clock may have been set back since."""
     due_by: Instant | None = None
     """Only rows due at this instant (`run_once`: what becomes due meanwhile waits)."""
 

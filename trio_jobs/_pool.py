@@ -295,6 +295,7 @@ class Pool:
                 held=held,
                 below=None if once is None else once.below,
                 due_by=None if once is None else once.due_by,
+                stays_due=once is None or once.now is None,
             )
 
         write = Write("claim", claim)
