@@ -88,8 +88,8 @@ _STORE: Final = (
 """What is counted while it happens, by the simulated store and clients."""
 
 NAMES: Final = (
-    *_ENDS, *_STEPS, *_STORE, "key given again", "orderly stop",
-    "orderly stop without a disturbance", "nothing went wrong",
+    *_ENDS, *_STEPS, *_STORE, "key given again", "drain", "drain without a disturbance",
+    "hurried stop", "hurried stop without a disturbance", "nothing went wrong",
 )  # fmt: skip
 
 
@@ -119,8 +119,9 @@ def _ways(evidence: Evidence) -> Iterator[str]:
             yield from ("key given again" for one in call.payloads if one not in timeline.inserts)
     for stop in history.stops:
         if stop.ended_at is not None:
-            yield "orderly stop"
+            what = "hurried stop" if stop.is_hurried else "drain"
+            yield what
             if not timeline.was_disturbed(stop.process, stop.begun_at, stop.ended_at):
-                yield "orderly stop without a disturbance"
+                yield f"{what} without a disturbance"
     if not history.faults and all(life.killed_at is None for life in history.lives):
         yield "nothing went wrong"

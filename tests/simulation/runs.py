@@ -234,6 +234,7 @@ class _Run:
             elif process.is_alive:
                 self.world.broken.append("".join(traceback.format_exception(error)))
                 process.kill()
+        self.stop_ended(process)  # here, because a hurried one cancels all that is above
         process.ended()
 
     async def main(self, process: Process) -> None:
@@ -255,7 +256,6 @@ class _Run:
                     if not process.runners:
                         await trio.sleep_forever()
                 clients.cancel_scope.cancel()
-            self.stop_ended(process)
 
     async def serve(self, process: Process, handlers: Sequence[Handler], task_status: Any) -> None:
         settings = process.settings

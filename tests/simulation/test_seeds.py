@@ -69,6 +69,13 @@ def test_the_worlds_processes_do_not_run_while_they_are_frozen() -> None:
         ]
 
 
+def test_a_stop_is_known_to_have_ended_also_if_it_cancels_all_that_its_process_does() -> None:
+    stops = run(draw(0)).evidence.history.stops
+
+    assert [stop.is_hurried for stop in stops if stop.process.startswith("healer")] == [True]
+    assert stops[-1].ended_at is not None
+
+
 def test_what_a_run_does_not_fail_without_is_left() -> None:
     tried: list[Sequence[str]] = []
 
