@@ -296,10 +296,12 @@ class _Run:
                 running = sum(runner.statistics().running for runner in healer.runners)
                 troubles = [runner.statistics().trouble for runner in healer.runners]
                 at = world.tick()
+                # Now: the end of the healer closes its connections, whatever they had begun.
+                can_write = _can_write(native)
                 self.end(healer, by_stop=True)
             return Rest(
                 at=at,
-                can_write=_can_write(native),
+                can_write=can_write,
                 integrity=str(native.execute("PRAGMA integrity_check").fetchall()[0][0]),
                 log_bytes=os.stat(f"{world.path}-wal").st_size,
                 running=running,
