@@ -55,15 +55,15 @@ def nobody_takes_what_is_held(timeline: Timeline) -> Found:
         end = claim.end
         if end is None or end.before is None or claim.holder is None or end.who is None:
             continue
-        if end.who == claim.holder or end.before.lease_until is None:
+        if end.who == claim.holder:
             continue
-        if timeline.is_dead(claim.holder, end.at) or timeline.is_owner_dead(end.before, end.at):
-            continue
-        now = _decided_at(timeline, end)
-        if now is not None and now < end.before.lease_until:
-            yield job, f"claim {token} of {claim.holder} was ended by {end.who} at {now}: {end}"
         if end.outcome not in ("lost", "cancelled", "deadline"):
             yield job, f"{end.who} ended claim {token} of {claim.holder} as its own: {end}"
+        if timeline.is_dead(claim.holder, end.at) or timeline.is_owner_dead(end.before, end.at):
+            continue
+        now, until = _decided_at(timeline, end), end.before.lease_until
+        if now is not None and until is not None and now < until:
+            yield job, f"claim {token} of {claim.holder} was ended by {end.who} at {now}: {end}"
 
 
 def _decided_at(timeline: Timeline, end: Step) -> int | None:

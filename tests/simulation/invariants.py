@@ -37,6 +37,8 @@ class Violation:
 CHECKERS: Final[Sequence[tuple[str, Callable[[Timeline], Found]]]] = [
     ("I1", rows.nothing_is_lost),
     ("I2", rows.an_end_is_an_end),
+    ("I2", rows.cancels_are_asked_for),
+    ("I2", rows.what_was_asked_for_stays),
     ("I3", rows.numbers_are_right),
     ("I3", rows.ends_are_by_the_rules),
     ("I4", claims.starts_are_counted),

@@ -121,6 +121,18 @@ MUTANTS: Final[Sequence[Mutant]] = [
         "attempt=row.attempt,\n",
     ),
     Mutant(
+        "an interruption is not counted",
+        "_lifecycle.py",
+        "interruptions=row.interruptions + 1,",
+        "interruptions=row.interruptions,",
+    ),
+    Mutant(
+        "an interrupted job goes to the end of the line",
+        "_lifecycle.py",
+        "run_at=row.run_at,\n        attempt=row.attempt if uses_up",
+        "run_at=now,\n        attempt=row.attempt if uses_up",
+    ),
+    Mutant(
         "a new life begins with the old attempts",
         "_lifecycle.py",
         "State.QUEUED,\n        attempt=0,",

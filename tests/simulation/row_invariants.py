@@ -1,8 +1,10 @@
-"""Promises about rows: I1 nothing is lost, I2 an end is an end, I3 the numbers, I11 the keys."""
+"""Promises about rows: I1 nothing is lost, I2 an end is an end, and what was asked for stays,
+I3 the numbers, I11 the keys."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Final
 
 from .evidence import Call, Image, Step
@@ -65,7 +67,6 @@ _MOVES: Final = {
     None: {"queued"},
     "queued": {"queued", "running", "cancelled", "failed"},
     "running": {"running", "queued", "succeeded", "failed", "dead", "cancelled"},
-    "succeeded": set[str](),
     "failed": {"queued"},
     "dead": {"queued"},
     "cancelled": {"queued"},
@@ -76,27 +77,65 @@ def an_end_is_an_end(timeline: Timeline) -> Found:
     """I2: one final state a life; what has ended never changes but by a retry by hand, which
     somebody asked for."""
     retries = [call for call in timeline.evidence.history.calls if call.verb == "retry"]
-    resolution = timeline.evidence.resolution
     for job, steps in timeline.steps.items():
         for step in steps:
             before, after = step.before, step.after
             if after is None:
                 continue
-            if after.state not in _MOVES[None if before is None else before.state]:
+            if after.state not in _MOVES.get(None if before is None else before.state, ()):
                 yield job, f"went from {before and before.state} to {after.state}: {step}"
-            elif is_retry(step) and not any(
-                call.job == job
-                and call.outcome != "fail"
-                and call.invoked_at - resolution <= step.at
-                and (call.answered_at is None or step.at <= call.answered_at + resolution)
-                for call in retries
-            ):
+            elif is_retry(step) and not _is_asked_for(timeline, step, retries):
                 yield job, f"has a new life that nobody asked for: {step}"
+
+
+def _is_asked_for(timeline: Timeline, step: Step, calls: Sequence[Call]) -> bool:
+    """One of these calls may have made it."""
+    resolution = timeline.evidence.resolution
+    return any(
+        call.job == step.job
+        and call.outcome != "fail"
+        and call.invoked_at - resolution <= step.at
+        and (call.answered_at is None or step.at <= call.answered_at + resolution)
+        for call in calls
+    )
+
+
+def cancels_are_asked_for(timeline: Timeline) -> Found:
+    """I2: nothing is cancelled, or to be cancelled, but what somebody asked for."""
+    cancels = [call for call in timeline.evidence.history.calls if call.verb == "cancel"]
+    for job, steps in timeline.steps.items():
+        for step in steps:
+            before, after = step.before, step.after
+            if after is None or (before is not None and before.cancel_requested):
+                continue
+            is_new = after.cancel_requested or after.state == "cancelled"
+            if is_new and not _is_asked_for(timeline, step, cancels):
+                yield job, f"is cancelled, and nobody asked for it: {step}"
+
+
+_FIXED: Final = ("kind", "key", "priority", "enqueued_at", "deadline")
+
+
+def what_was_asked_for_stays(timeline: Timeline) -> Found:
+    """I2: what a job was enqueued with never changes, and when it is due only by an end that puts
+    it off, or by a retry by hand: not when it is claimed, interrupted or lost."""
+    for job, steps in timeline.steps.items():
+        for step in steps:
+            before, after = step.before, step.after
+            if before is None or after is None:
+                continue
+            for name in _FIXED:
+                if getattr(before, name) != getattr(after, name):
+                    yield job, f"its {name} changed: {step}"
+            is_put_off = step.ends_claim and step.outcome in ("failed", "timed out", "retry later")
+            if before.run_at != after.run_at and not is_put_off and not is_retry(step):
+                yield job, f"is due at another time: {step}"
 
 
 def numbers_are_right(timeline: Timeline) -> Found:
     """I3: `claims` goes up by one at each claim, and else never changes; `attempt` is the number
-    of counted claims of this life, and no more than the kind allows."""
+    of counted claims of this life, and no more than the kind allows; `interruptions` is how many
+    starts were interrupted one after the other."""
     for job, steps in timeline.steps.items():
         for step in steps:
             before, after = step.before, step.after
@@ -108,6 +147,8 @@ def numbers_are_right(timeline: Timeline) -> Found:
             allowed = _attempts(step, was)
             if after.attempt not in allowed:
                 yield job, f"attempt went from {was.attempt} to {after.attempt}: {step}"
+            if after.interruptions != _interruptions(step, was):
+                yield job, f"was interrupted {was.interruptions}, {after.interruptions}: {step}"
             rules = timeline.evidence.rules.get(after.kind)
             if step.is_claim and rules is not None and after.attempt > rules.attempts:
                 yield job, f"is at attempt {after.attempt} of {rules.attempts}: {step}"
@@ -131,6 +172,18 @@ def _attempts(step: Step, was: Image) -> set[int]:
     if step.after.state == "queued" and step.outcome == "interrupted":
         return {was.attempt - (was.interruptions < _MAX_INTERRUPTIONS)}
     return {was.attempt}
+
+
+def _interruptions(step: Step, was: Image) -> int:
+    if is_retry(step):
+        return 0
+    if not step.ends_claim or step.outcome is None or not _went_back(step):
+        return was.interruptions
+    return was.interruptions + 1 if step.outcome == "interrupted" else 0
+
+
+def _went_back(step: Step) -> bool:
+    return step.after is not None and step.after.state == "queued"
 
 
 def ends_are_by_the_rules(timeline: Timeline) -> Found:

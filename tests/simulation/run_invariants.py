@@ -7,7 +7,7 @@ import logging
 import re
 from typing import Final
 
-from .evidence import Call, Image
+from .evidence import FINAL, Call, Image
 from .timeline import Found, Timeline, is_retry
 
 
@@ -43,8 +43,10 @@ def _cancel_is_true(timeline: Timeline, call: Call) -> Found:
         if call.error == "JobNotFound" and None not in images:
             yield call.job, "cancel did not find it, and it was there"
     elif call.answer:
-        if not any(
-            image and (image.cancel_requested or image.state == "cancelled") for image in images
+        steps = timeline.between(call.job or 0, call.invoked_at, call.answered_at)
+        is_done = any(step.after and step.after.state == "cancelled" for step in steps)
+        if not is_done and not any(
+            image and image.state == "running" and image.cancel_requested for image in images
         ):
             yield call.job, f"cancel said True and nothing came of it: {images}"
     elif not any(image and image.is_final for image in images):
@@ -73,6 +75,10 @@ def _reading_is_true(timeline: Timeline, call: Call) -> Found:
         if call.error == "JobNotFound" and None not in _images(timeline, call):
             yield call.job, f"{call.verb} did not find it, and it was there"
         return
+    if call.job is not None and call.ids != (call.job,):
+        yield call.job, f"{call.verb} gave the jobs {call.ids}"
+    if call.verb == "wait_finished" and not FINAL.issuperset(call.states):
+        yield call.job, f"wait_finished did not wait: {call.states}"
     for job, state in zip(call.ids, call.states, strict=True):
         images = list(timeline.images(job, call.invoked_at, call.answered_at))
         if not any(image and image.state == state for image in images):

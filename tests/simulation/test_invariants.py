@@ -223,6 +223,30 @@ def test_a_new_life_that_nobody_asked_for(case: Case) -> None:
     assert case.broken() == {"I2"}
 
 
+def test_a_cancel_that_nobody_asked_for(case: Case) -> None:
+    case.enqueue()
+    case.end(1, "cancelled", "b")
+
+    assert case.broken() == {"I2"}
+
+
+def test_a_priority_that_changes(case: Case) -> None:
+    case.enqueue()
+    case.step(1, "b", priority=7)
+    case.finish(case.claim())
+
+    assert case.broken() == {"I2"}
+
+
+@pytest.mark.parametrize(("outcome", "is_broken"), [("failed", False), ("lost", True)])
+def test_a_due_time_that_changes(case: Case, outcome: str, is_broken: bool) -> None:
+    case.enqueue()
+    case.fail(case.claim(lease=0), outcome=outcome, run_at=case.moment)
+    case.finish(case.claim())
+
+    assert case.broken() == ({"I2"} if is_broken else set())
+
+
 # I3.
 
 
@@ -264,9 +288,19 @@ def test_an_end_against_the_rules(case: Case, kind: str, outcome: str, state: st
     case.enqueue(kind=kind)
     case.fail(case.claim(), state, outcome=outcome)
     if state == "queued":
+        case.history.call("cancel", "client", case.now(), job=1)
         case.step(1, "client", state="cancelled")
 
     assert case.broken() == {"I3"}
+
+
+@pytest.mark.parametrize(("counted", "is_broken"), [(1, False), (0, True)])
+def test_an_interruption_that_is_not_counted(case: Case, counted: int, is_broken: bool) -> None:
+    case.enqueue()
+    case.fail(case.claim(), outcome="interrupted", attempt=0, interruptions=counted)
+    case.finish(case.claim())
+
+    assert case.broken() == ({"I3"} if is_broken else set())
 
 
 # I4.
@@ -333,9 +367,12 @@ def test_a_row_that_is_taken_up_after_its_lease_or_from_the_dead(case: Case) -> 
     assert case.broken() == set()
 
 
-def test_an_end_that_is_written_by_another(case: Case) -> None:
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_an_end_that_is_written_by_another(case: Case, is_dead: bool) -> None:
     case.enqueue()
     case.claim(1, "a", lease=0)
+    if is_dead:
+        case.history.lives[1].killed_at = case.now()
     case.end(1, "queued", "b", outcome="failed")
     case.finish(case.claim(1, "b"))
 
@@ -487,6 +524,33 @@ def test_a_cancel_that_is_forgotten(case: Case) -> None:
     assert case.broken() == {"I9"}
 
 
+def test_a_cancel_that_claims_what_another_did(case: Case) -> None:
+    case.enqueue()
+    first = case.history.call("cancel", "client", case.now(), job=1)
+    case.end(1, "cancelled", "client")
+    first.ok(case.now(), answer=True)
+    case.history.call("cancel", "client", case.now(), job=1).ok(case.now(), answer=True)
+
+    assert case.broken() == {"I9"}
+
+
+@pytest.mark.parametrize(
+    ("verb", "ids", "states"),
+    [("get", (2,), ("queued",)), ("wait_finished", (1,), ("queued",))],
+)
+def test_an_answer_about_another_job_or_too_early(
+    case: Case, verb: Any, ids: tuple[int, ...], states: tuple[str, ...]
+) -> None:
+    case.enqueue(1)
+    case.enqueue(2)
+    call = case.history.call(verb, "client", case.now(), job=1)
+    call.ok(case.now(), ids=ids, states=states)
+    case.finish(case.claim(1))
+    case.finish(case.claim(2))
+
+    assert case.broken() == {"I9"}
+
+
 def test_a_retry_that_did_nothing(case: Case) -> None:
     case.enqueue(kind="last")
     case.fail(case.claim(), "dead")
@@ -548,8 +612,7 @@ def test_two_live_jobs_with_a_key(case: Case) -> None:
 
 
 def test_a_claim_at_the_deadline(case: Case) -> None:
-    case.enqueue()
-    case.step(1, "client", deadline=case.moment + 10)
+    case.enqueue(deadline=case.moment + 30)
     case.finish(case.claim())
 
     assert case.broken() == {"I13"}
