@@ -152,6 +152,12 @@ MUTANTS: Final[Sequence[Mutant]] = [
         "if process != here",
     ),
     Mutant(
+        "a handler goes on when its lease cannot be renewed",
+        "_attempt.py",
+        "if at <= now and not (why is Stop.FENCE and now >= self.lease_until):",
+        "if at <= now and why is not Stop.FENCE:",
+    ),
+    Mutant(
         "leases are not renewed",
         "_keeper.py",
         "held = await self._bridge.renew(",

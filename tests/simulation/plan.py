@@ -249,8 +249,9 @@ def _unreachable(plan: Plan) -> Plan:
 
 
 def _with_takeovers(plan: Plan, chance: random.Random) -> Plan:
-    """Handlers that take long in processes that freeze, with others who take up what was theirs:
-    by chance alone, the end of the first hardly ever comes while the second is under way."""
+    """Handlers that take long in processes that freeze or lose their disk, with others who take up
+    what was theirs: by chance alone, the end of the first hardly ever comes while the second is
+    under way. Who has lost its disk runs, so its handlers have to be stopped before that."""
     processes = [
         dataclasses.replace(
             settings,
@@ -267,7 +268,8 @@ def _with_takeovers(plan: Plan, chance: random.Random) -> Plan:
     while (at := at + chance.expovariate(1 / 3.0)) < plan.chaos:
         seconds = chance.choice([1.0, 4.0, 15.0])
         process = chance.randrange(len(processes))
-        events.append(Event(len(events), round(at, 3), process, "freeze", seconds))
+        name: EventName = chance.choice(["freeze", "unplug"])
+        events.append(Event(len(events), round(at, 3), process, name, seconds))
     return dataclasses.replace(
         plan,
         kinds=tuple(

@@ -395,6 +395,21 @@ def test_a_claim_while_the_handler_of_the_last_one_is_under_way(case: Case) -> N
     assert case.broken() == set()
 
 
+@pytest.mark.parametrize(("frozen_for", "is_broken"), [(100_000, True), (900_000, False)])
+def test_only_a_pause_when_it_had_to_stop_excuses_a_handler(
+    case: Case, frozen_for: int, is_broken: bool
+) -> None:
+    case.enqueue()
+    late = case.claim(1, "a", lease=1000)  # microseconds; the rest is in nanoseconds
+    case.history.faults.append(Fault("freeze", late.at, "a", late.at + frozen_for))
+    case.moment += 1_000_000
+    case.end(1, "queued", "b", outcome="lost")
+    case.finish(case.claim(1, "b"))
+    late.ended_at = case.now()
+
+    assert case.broken() == ({"I5"} if is_broken else set())
+
+
 # I6.
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from .evidence import Stop
+from .evidence import Step, Stop
 from .timeline import Claim, Found, Timeline
 
 _SECOND: Final = 1_000_000_000
@@ -42,7 +42,8 @@ def attempts_do_not_overlap(timeline: Timeline) -> Found:
 
 
 def _ran_in_time(timeline: Timeline, before: Claim, claim: Claim) -> bool:
-    """Both processes did between the two claims, and by right clocks."""
+    """Both processes did from when the first handler had to be stopped, and by right clocks."""
+    since = _has_to_stop(before)
     return not any(
         fault.process in (None, before.holder, claim.holder)
         and fault.at <= claim.step.at
@@ -50,11 +51,17 @@ def _ran_in_time(timeline: Timeline, before: Claim, claim: Claim) -> bool:
             fault.what in _CLOCKS
             or (
                 fault.what in _PAUSES
-                and (fault.at if fault.until is None else fault.until) >= before.step.at
+                and (fault.at if fault.until is None else fault.until) >= since
             )
         )
         for fault in timeline.evidence.history.faults
     )
+
+
+def _has_to_stop(claim: Claim) -> int:
+    """A sixth of the lease before that is over; from its beginning, where that is not known."""
+    over = _lease_is_over(claim)
+    return claim.step.at if over is None else over - (over - _renewal(claim).at) // 6
 
 
 def a_stop_leaves_nothing(timeline: Timeline) -> Found:
@@ -131,10 +138,18 @@ def refused_ends_are_written_again(timeline: Timeline) -> Found:
 
 def _lease_is_over(claim: Claim) -> int | None:
     """When it was, by the clock of the holder as it was at the last renewal."""
-    step = claim.changes[-1] if claim.changes else claim.step
+    step = _renewal(claim)
     if step.wall is None or step.after is None or step.after.lease_until is None:
         return None
     return step.at + (step.after.lease_until - step.wall) * 1000
+
+
+def _renewal(claim: Claim) -> Step:
+    """The last one, or the claim itself. (A request to cancel is made by another clock.)"""
+    for step in reversed(claim.changes):
+        if step.before and step.after and step.before.lease_until != step.after.lease_until:
+            return step
+    return claim.step
 
 
 def _longest_gap(disturbances: list[tuple[int, int]], since: int, until: int) -> int:
