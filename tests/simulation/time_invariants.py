@@ -13,6 +13,7 @@ from .evidence import Step, Stop
 from .timeline import Claim, Found, Timeline
 
 _SECOND: Final = 1_000_000_000
+_FINAL_WRITES: Final = 2 * _SECOND
 _LONGEST_REPEAT: Final = 3 * _SECOND
 """A refused end is written again every two seconds."""
 _PAUSES: Final = frozenset(
@@ -78,8 +79,18 @@ def a_stop_leaves_nothing(timeline: Timeline) -> Found:
             if claim.holder != stop.process or claim.step.at > stop.ended_at:
                 continue
             # A claim whose commit was unknown was never in its hands: its lease has to end.
-            is_known = timeline.start_of(job, token) is not None
-            if not is_known and timeline.was_disturbed(stop.process, claim.step.at, stop.ended_at):
+            start = timeline.start_of(job, token)
+            if start is None and timeline.was_disturbed(stop.process, claim.step.at, stop.ended_at):
+                continue
+            # What could not be written while its lease lasted was given up before the stop; by
+            # `run_once`, which raises what the store says, two seconds after its handler.
+            over = _lease_is_over(claim)
+            if over is not None and over <= stop.begun_at:
+                continue
+            ended = None if start is None else start.ended_at
+            if ended is not None and timeline.was_disturbed(
+                stop.process, ended, ended + _FINAL_WRITES
+            ):
                 continue
             if claim.end is None or claim.end.at > stop.ended_at + timeline.evidence.resolution:
                 yield job, f"runs under claim {token} after the orderly stop of {stop.process}"

@@ -131,6 +131,7 @@ class World:
 
     def read_long(self, seconds: float) -> None:
         """Somebody reads for so long, and needs the log as it is."""
+        self.note_fault("long reader", None, seconds)
         native = self.connect()
         native.execute("BEGIN")
         native.execute("SELECT count(*) FROM trio_jobs_job").fetchall()
