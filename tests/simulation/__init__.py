@@ -5,7 +5,7 @@ What is known of a run, and what must be true of it, whoever made it:
 
     evidence     what clients, handlers and the file itself saw
     timeline     the same, by job and claim
-    invariants   what must be true of every run (row_, claim_, time_ and run_invariants)
+    invariants   what must be true of every run (row_, claim_, limit_, time_ and run_)
 
 Simulated processes, in virtual time:
 

@@ -99,6 +99,8 @@ class Start:
     """JSON text."""
     is_stubborn: bool = False
     """It cannot be cancelled, or not soon."""
+    is_refusal: bool | None = None
+    """What it comes to ends the job for good; None where that is not known."""
 
 
 @dataclass(slots=True)
@@ -327,7 +329,9 @@ def audit_of(
     steps = []
     for seq, at, who, wall, event, job, payload, state, *columns in jobs:
         before = images.pop(job, None)
-        after = None if event == "delete" else Image(STATES[state], *columns)
+        # A state that there is none of is for the judges to find.
+        name = STATES.get(state, f"state {state}")
+        after = None if event == "delete" else Image(name, *columns)
         step = Step(seq, at, who, wall, job, before, after, payload)
         if after is not None:
             images[job] = after
@@ -346,6 +350,10 @@ class Rules:
 
     attempts: int
     on_interrupt: Literal["retry", "fail"] = "retry"
+    timeout: float | None = None
+    """Seconds; None where there is none, or where it is not asked for."""
+    backoff: float | None = None
+    """Seconds, the same after each attempt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,8 @@ async def _witnessed(
     process: Process, kinds: Sequence[Kind[str, str]], attempt: Attempt[str, str], own_time: bool
 ) -> str:
     world = process.world
+    if not process.is_alive:
+        await trio.sleep_forever()  # nothing it does is evidence any more
     start = world.history.start(
         process.name,
         attempt.job_id,
@@ -69,6 +71,7 @@ async def _witnessed(
     script = world.plan.script(attempt.payload)
     act = script[min(world.starts_of[attempt.payload], len(script) - 1)]
     start.is_stubborn = act.name in ("swallow", "shield")
+    start.is_refusal = act.name in ("refuse", "misfit")
     world.starts_of[attempt.payload] += 1
     world.coverage[f"handler: {act.name}"] += 1
     try:

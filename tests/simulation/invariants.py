@@ -14,6 +14,7 @@ from typing import Final
 
 from . import (
     claim_invariants as claims,
+    limit_invariants as limits,
     row_invariants as rows,
     run_invariants as runs,
     time_invariants as times,
@@ -41,6 +42,7 @@ CHECKERS: Final[Sequence[tuple[str, Callable[[Timeline], Found]]]] = [
     ("I2", rows.what_was_asked_for_stays),
     ("I3", rows.numbers_are_right),
     ("I3", rows.ends_are_by_the_rules),
+    ("I3", limits.refusals_are_the_handlers_own),
     ("I4", claims.starts_are_counted),
     ("I5", claims.nobody_takes_what_is_held),
     ("I5", times.attempts_do_not_overlap),
@@ -51,6 +53,9 @@ CHECKERS: Final[Sequence[tuple[str, Callable[[Timeline], Found]]]] = [
     ("I10", times.a_stop_leaves_nothing),
     ("I11", rows.a_key_has_one_live_job),
     ("I13", times.nothing_starts_too_early_or_late),
+    ("I13", limits.handlers_are_stopped_at_their_limits),
+    ("I13", limits.timeouts_are_what_they_say),
+    ("I13", limits.failures_wait_for_their_backoff),
     ("I14", runs.nobody_is_left_in_a_transaction),
     ("I15", runs.nothing_fails_by_itself),
     ("I16", runs.everything_ends),

@@ -36,8 +36,12 @@ class Summary:
 def runs_of(seeds: Sequence[int]) -> Summary:
     summary = Summary()
     for seed in seeds:
-        result = run(draw(seed))
         summary.runs += 1
+        try:
+            result = run(draw(seed))
+        except Exception:  # run alone, it shows its traceback
+            summary.failed.append(seed)
+            continue
         summary.coverage += result.coverage
         if result.violations:
             summary.failed.append(seed)

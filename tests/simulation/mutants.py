@@ -196,7 +196,31 @@ MUTANTS: Final[Sequence[Mutant]] = [
         "    if look.deadline is not None and look.deadline <= claim.now:\n",
         "    if False:\n",
     ),
+    Mutant(
+        "a handler is not stopped at its timeout",
+        "_attempt.py",
+        "        if self._timeout_at is not None:\n            left = ",
+        "        if False:\n            left = ",
+    ),
+    Mutant(
+        "a handler is not stopped at the deadline of its job",
+        "_attempt.py",
+        "        if self.row.deadline is not None and self._host.watches_deadlines:",
+        "        if False:",
+    ),
+    Mutant(
+        "a failure has no backoff",
+        "_lifecycle.py",
+        "run_at=later(now, policy.wait(row.id, row.attempt)),",
+        "run_at=now,",
+    ),
     # Ends.
+    Mutant(
+        "a refusal is repeated",
+        "_attempt.py",
+        "            if all(fail.retry for fail in fails):",
+        "            if True:",
+    ),
     Mutant(
         "an end is tried once",
         "_attempt.py",
@@ -323,8 +347,8 @@ MUTANTS: Final[Sequence[Mutant]] = [
     Mutant(
         "a claim that was refused is not repeated",
         "_agenda.py",
-        "        self.is_hungry = True\n        self._repeat_at = now",
-        "        self._repeat_at = now",
+        "        self.is_hungry = True\n        self._refused_at = now",
+        "        self._refused_at = now",
     ),
     # Secrets.
     Mutant(

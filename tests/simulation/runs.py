@@ -116,7 +116,10 @@ def run(
     evidence = Evidence(
         history=world.history,
         audit=audit,
-        rules={kind.name: Rules(kind.attempts, kind.on_interrupt) for kind in plan.kinds},
+        rules={
+            kind.name: Rules(kind.attempts, kind.on_interrupt, kind.timeout, kind.backoff)
+            for kind in plan.kinds
+        },
         canary=CANARY,
         rest=rest,
         settle_by=rest.at,

@@ -30,7 +30,12 @@ from .evidence import (
 )
 from .invariants import CHECKERS, check_all
 
-RULES = {"work": Rules(attempts=2), "last": Rules(attempts=1)}
+RULES = {
+    "work": Rules(attempts=2),
+    "last": Rules(attempts=1),
+    "limited": Rules(attempts=2, timeout=1.0, backoff=1.0),
+}
+SECOND = 1_000_000_000
 
 
 class Case:
@@ -650,6 +655,74 @@ def test_a_lost_job_may_be_taken_at_once_whatever_the_clock_says(case: Case) -> 
     case.end(1, "queued", "b", outcome="lost")
     case.finish(case.claim(1, "b"))
 
+    assert case.broken() == set()
+
+
+# Limits of a kind.
+
+
+def test_a_handler_that_is_stopped_at_its_timeout(case: Case) -> None:
+    case.enqueue(kind="limited")
+    start = case.claim()
+    case.moment += SECOND
+    case.fail(start, outcome="timed out", run_at=10**7)
+    case.finish(case.claim(1, "b"))
+
+    assert case.broken() == set()
+
+
+def test_a_handler_that_runs_on_after_its_timeout(case: Case) -> None:
+    case.enqueue(kind="limited")
+    start = case.claim(lease=10 * SECOND)
+    case.moment += 3 * SECOND
+    case.finish(start)
+
+    assert case.broken() == {"I13"}
+    start.is_stubborn = True
+    assert case.broken() == set()
+
+
+def test_a_handler_that_runs_on_after_the_deadline(case: Case) -> None:
+    case.enqueue(deadline=500)
+    start = case.claim(lease=10 * SECOND)
+    case.moment += 3 * SECOND
+    case.finish(start)
+
+    assert case.broken() == {"I13"}
+    case.history.faults.append(Fault("freeze", start.at, "a", start.at + SECOND))
+    assert case.broken() == set()
+
+
+def test_an_attempt_that_is_timed_out_too_early(case: Case) -> None:
+    case.enqueue(kind="limited")
+    case.fail(case.claim(), outcome="timed out", run_at=10**7)
+    case.moment = 10**7
+    case.finish(case.claim(1, "b"))
+
+    assert case.broken() == {"I13"}
+
+
+def test_a_failure_without_its_backoff(case: Case) -> None:
+    case.enqueue(kind="limited")
+    case.fail(case.claim())
+    case.finish(case.claim(1, "b"))
+
+    assert case.broken() == {"I13"}
+
+
+@pytest.mark.parametrize(("is_refusal", "state"), [(True, "queued"), (False, "failed")])
+def test_a_refusal_that_is_repeated_and_a_failure_that_is_not(
+    case: Case, is_refusal: bool, state: str
+) -> None:
+    case.enqueue()
+    start = case.claim()
+    start.is_refusal = is_refusal
+    case.fail(start, state)
+    if state == "queued":
+        case.finish(case.claim(1, "b"))
+
+    assert case.broken() == {"I3"}
+    start.is_refusal = not is_refusal
     assert case.broken() == set()
 
 
