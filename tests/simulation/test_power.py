@@ -74,7 +74,7 @@ def test_no_cut_of_a_short_life_loses_what_was_promised_whatever_survives() -> N
 @pytest.mark.parametrize("synchronous", ["full", "normal"])
 def test_life_goes_on_after_a_cut_and_after_a_second_one(synchronous: Synchronous) -> None:
     lived = script(synchronous)
-    some = range(0, len(lived.operations) + 1, 250)
+    some = range(0, len(lived.operations) + 1, 500)
     verdicts = [
         wrong
         for cut in cuts(lived, "on", only=some)

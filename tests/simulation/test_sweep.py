@@ -10,7 +10,7 @@ from stories import TIMES
 from . import sweep
 from .runs import run
 
-EVERY = max(1, 600 // TIMES)
+EVERY = max(1, 3000 // TIMES)
 
 
 def test_the_script_has_every_kind_of_end() -> None:
