@@ -67,10 +67,13 @@ def main(
 
         summary = run_many(numbers, workers, until, note)
     took = time.monotonic() - began
+    console.print("how often each thing happened:")
     for line in report.coverage(summary.coverage):
         console.print(line, markup=False)
     rate = summary.runs / took
-    console.print(f"{summary.runs:,} runs in {took:.0f} s, {rate:.1f} a second", markup=False)
+    broken = len(summary.failed)
+    told = f"{summary.runs:,} runs in {took:.0f} s, {rate:.1f} a second, {broken} broken"
+    console.print(told, markup=False)
     if summary.failed:
         console.print(f"broken promises with the seeds {sorted(summary.failed)}", markup=False)
         _one(console, min(summary.failed), None, shrinks)
