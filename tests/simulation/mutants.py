@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 ROOT: Final = Path(__file__).resolve().parents[2]
 WANTED: Final = 0.95
 """Share of the mutants that have to be found."""
-LONGEST: Final = 300
+LONGEST: Final = 120
 """Seconds for one mutant; one that hangs the simulator is found."""
 
 

@@ -50,7 +50,9 @@ _REPORT: Final = "report.json"
 
 
 @click.command()
-@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Each kind.")
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Of each kind."
+)
 @click.option("--kind", type=click.Choice(KINDS), help="Only rounds of this kind.")
 @click.option("--seed", type=int, help="Of the first round; the next ones follow.")
 @click.option("--side-by-side", type=click.IntRange(min=1), default=2, show_default=True)
