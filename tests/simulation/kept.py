@@ -11,4 +11,8 @@ from typing import Final
 
 KEPT: Final[Mapping[int, str]] = {
     50: "a judge: a claim whose commit was unknown is not in the hands of whoever stops then",
+    635: "a judge: a long reader explains a warning about the log",
+    775: "a judge: what `run_once` could not write, it gave up before the stop",
+    105736: "the world: healing sets clocks, which is a step of them",
+    111772: "a judge: a renewal that waited for the lock has less of its lease left",
 }

@@ -61,8 +61,11 @@ def _ran_in_time(timeline: Timeline, before: Claim, claim: Claim) -> bool:
 
 def _has_to_stop(claim: Claim) -> int:
     """A sixth of the lease before that is over; from its beginning, where that is not known."""
-    over = _lease_is_over(claim)
-    return claim.step.at if over is None else over - (over - _renewal(claim).at) // 6
+    over, image = _lease_is_over(claim), claim.step.after
+    if over is None or image is None or image.lease_until is None or image.started_at is None:
+        return claim.step.at
+    # Its length is that of the claim: a renewal may wait to be written, with less of it left.
+    return over - (image.lease_until - image.started_at) * 1000 // 6
 
 
 def a_stop_leaves_nothing(timeline: Timeline) -> Found:

@@ -173,6 +173,8 @@ class World:
         self.full_until = -math.inf
         self.release_locks(all=True)
         for process in self.processes:
+            if process.offset and process.is_alive:
+                self.note_fault("clock step", process)
             process.offset = 0.0
             process.broken_until = -math.inf
             process.thaw()
