@@ -55,7 +55,10 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What the store keeps of a job, without its payload (which only a claim needs)."""
+    """What the store keeps of a job, without its payload (which only a claim needs).
+
+    As an array, because claims decode it from one: `_rows.QUEUED_AS_JSON` has the same order.
+    """
 
     id: int
     kind: str
