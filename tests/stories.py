@@ -20,6 +20,8 @@ from simulation.chance import scheduling as scheduling
 import trio_jobs
 from trio_jobs import Attempt, Handler, Job, Jobs, Kind, Runner, SqliteStore, StoreError
 from trio_jobs._bridge import Write
+from trio_jobs._connections import need
+from trio_jobs._drivers import Connection
 from trio_jobs._model import Claim, Claimed, ClaimedJob, Row
 from trio_jobs.testing import EPOCH
 
@@ -190,13 +192,21 @@ async def outcomes(jobs: Jobs, job: Job[Any]) -> list[str]:
     return [past.outcome for past in await jobs.history(job)]
 
 
+def writer(store: SqliteStore) -> Connection:
+    """The connection that writes, for looking into the file and editing it by hand."""
+    return need(store._connections.writer)
+
+
+def reader(store: SqliteStore) -> Connection:
+    return need(store._connections.reader)
+
+
 def assert_no_transaction_is_open(store: SqliteStore) -> None:
     """Another connection gets the write lock at once."""
     if store.inline:
-        assert store._writer is not None
-        assert not store._writer.in_transaction
+        assert not writer(store).in_transaction
     elif store._driver == "sqlite3":
-        other = sqlite3.connect(store._real_path, timeout=0, isolation_level=None)
+        other = sqlite3.connect(store._connections.real_path, timeout=0, isolation_level=None)
         try:
             other.execute("BEGIN IMMEDIATE")
             other.execute("ROLLBACK")
@@ -205,7 +215,7 @@ def assert_no_transaction_is_open(store: SqliteStore) -> None:
     else:
         import apsw
 
-        another = apsw.Connection(store._real_path)
+        another = apsw.Connection(store._connections.real_path)
         try:
             another.execute("BEGIN IMMEDIATE")
             another.execute("ROLLBACK")

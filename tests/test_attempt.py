@@ -32,6 +32,7 @@ from stories import (
     scheduling,
     second,
     serving,
+    writer,
 )
 from trio.testing import MockClock
 
@@ -224,9 +225,8 @@ async def test_P1_rows_edited_by_hand_hurt_nobody(
         around = [await jobs.enqueue(good, number) for number in range(5)]
         edited = [await jobs.enqueue(good, 0) for _ in bad]
         around += [await jobs.enqueue(good, number) for number in range(5, 10)]
-        assert store._writer is not None
         for job, payload in zip(edited, bad, strict=True):
-            store._writer.execute(
+            writer(store).execute(
                 "UPDATE trio_jobs_job SET payload = ? WHERE id = ?",
                 (payload, job.id),  # type: ignore[arg-type]
             )
@@ -696,9 +696,8 @@ async def test_X5_a_runner_whose_row_was_taken_finds_out_by_publishing(
 
 async def steal(jobs: Jobs, store: SqliteStore, id: int) -> None:
     """Be another runner that finds the lease over and claims the row."""
-    assert store._writer is not None
-    with store._writing:
-        store._writer.execute("UPDATE trio_jobs_job SET lease_until = 1 WHERE id = ?", (id,))
+    with store._connections.writing:
+        writer(store).execute("UPDATE trio_jobs_job SET lease_until = 1 WHERE id = ?", (id,))
     await abandon(jobs, counting, lost_limit=1, lease=600)
 
 

@@ -24,6 +24,7 @@ from stories import (
     serving,
     sleeps,
     unknown,
+    writer,
 )
 from trio.testing import MockClock
 
@@ -71,8 +72,7 @@ class Ends(Trouble):
         return super().apply(changes)
 
     def change(self, sql: str, *values: int) -> None:
-        assert self._writer is not None
-        self._writer.execute(sql, values)
+        writer(self).execute(sql, values)
 
 
 # One write.

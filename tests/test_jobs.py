@@ -350,7 +350,11 @@ async def test_M4_opening_and_closing_cancelled_at_any_point_leaves_nothing_behi
         was_cancelled, was_in_time = await is_cancelled_after(steps, use)
 
         assert not [one for one in threading.enumerate() if "trio_jobs" in one.name], steps
-        assert (store._writer, store._reader, store._checkpointer) == (None, None, None), steps
+        assert (
+            store._connections.writer,
+            store._connections.reader,
+            store._connections.checkpointer,
+        ) == (None, None, None), steps
         assert (_drivers._open, _hub._hubs) == ({}, {}), steps
         assert autojump_clock.autojump_threshold == 0, steps
         async with trio_jobs.open_jobs(store) as again:

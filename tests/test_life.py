@@ -23,6 +23,7 @@ from stories import (
     second,
     serving,
     stubborn,
+    writer,
 )
 from trio.testing import MockClock
 
@@ -148,7 +149,7 @@ async def test_R1_a_job_at_attempt_2000_is_queued_again(
     kind = Kind("kind", None, retry=Retry(attempts=5000, backoff=exponential(1, factor=factor)))
     job = await memory.enqueue(kind, None)
     store: Any = memory._store
-    store._writer.execute("UPDATE trio_jobs_job SET attempt = 2000, claims = 2000")
+    writer(store).execute("UPDATE trio_jobs_job SET attempt = 2000, claims = 2000")
     async with serving(memory, kind.handled_by(Script(ValueError()))):
         await trio.sleep(1)
 

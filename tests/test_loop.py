@@ -23,7 +23,7 @@ import trio
 from stories import finished, serving
 
 import trio_jobs
-from trio_jobs import Attempt, Jobs, Kind, RetryLater, SqliteStore
+from trio_jobs import Attempt, Jobs, Kind, RetryLater, SqliteStore, _checkpoints
 from trio_jobs._drivers import Connection, Record, Values
 
 P = ParamSpec("P")
@@ -134,7 +134,7 @@ async def test_the_loop_goes_on_during_every_statement_and_every_wait_of_the_sto
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each takes until a task has ticked, so one that the loop waits for would take for ever."""
-    monkeypatch.setattr(trio_jobs.sqlite, "_MAX_LOG", 100_000)
+    monkeypatch.setattr(_checkpoints, "MAX_LOG", 100_000)
     ticker, store = Ticker(), SqliteStore(tmp_path / "jobs.db")
     hold(store, ticker)
     async with trio.open_nursery() as nursery:

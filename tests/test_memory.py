@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import trio
-from stories import at, eventually, finished, instant, now, serving, sleeps
+from stories import at, eventually, finished, instant, now, serving, sleeps, writer
 from trio.testing import MockClock
 
 import trio_jobs
@@ -125,11 +125,11 @@ async def let_deadlines_pass(jobs: Jobs, count: int) -> None:
 async def take_from_it(jobs: Jobs, count: int) -> None:
     """Somebody else has their rows, so their ends are refused."""
     some = await jobs.enqueue_many(number, [5] * count)
-    writer = jobs._store._writer  # type: ignore[attr-defined]
+    connection = writer(jobs._store)  # type: ignore[arg-type]
     while (await jobs.get(some[-1])).state is not State.SUCCEEDED:
         await trio.sleep(1)
         await settled()
-        writer.execute(
+        connection.execute(
             "UPDATE trio_jobs_job SET claims = claims + 1, state = 3, finished_at = ?"
             " WHERE state = 2",
             (instant(now()),),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stories import writer
 from test_sqlite import Lock, Spies, add, fails_at, new
 
 from trio_jobs import StoreError, _lifecycle
@@ -398,8 +399,7 @@ def test_beside_the_dead_no_statement_walks_over_the_table(world: World, rows: i
     b.open()
     world.stores.append(b)
     add(b, *[new("sms", run_at=100 + n) for n in range(rows)], new())
-    assert b._writer is not None
-    b._writer.execute("ANALYZE")
+    writer(b).execute("ANALYZE")
     claim(a)
     world.kill(a)
     spies.log.clear()
@@ -650,9 +650,8 @@ def test_memory_has_no_owner() -> None:
     add(store, new())
     claim(store)
 
-    assert store._writer is not None
-    assert store._writer.execute("SELECT owner FROM trio_jobs_job") == [(None,)]
-    assert store._writer.execute("SELECT count(*) FROM trio_jobs_owner") == [(0,)]
+    assert writer(store).execute("SELECT owner FROM trio_jobs_job") == [(None,)]
+    assert writer(store).execute("SELECT count(*) FROM trio_jobs_owner") == [(0,)]
     assert asked == []
     store.close()
 

@@ -20,6 +20,7 @@ from stories import (
     scheduling,
     second,
     serving,
+    writer,
 )
 from trio.testing import MockClock
 
@@ -149,8 +150,7 @@ class Counted(SqliteStore):
         self.claims += 1
         assert self.claims < 1000, "it claims without end"
         claimed: Claimed = super().claim(claim)
-        assert self._writer is not None
-        [(running,)] = self._writer.execute("SELECT count(*) FROM trio_jobs_job WHERE state = 2")
+        [(running,)] = writer(self).execute("SELECT count(*) FROM trio_jobs_job WHERE state = 2")
         self.most_running = max(self.most_running, running)
         return claimed
 

@@ -27,6 +27,7 @@ from stories import (
     scheduling,
     serving,
     sleeps,
+    writer,
 )
 from trio.testing import MockClock
 
@@ -62,8 +63,7 @@ class Claims(Trouble):
 
     def claim(self, claim: Claim) -> Claimed:
         claimed: Claimed = super().claim(claim)
-        assert self._writer is not None
-        [(running,)] = self._writer.execute("SELECT count(*) FROM trio_jobs_job WHERE state = 2")
+        [(running,)] = writer(self).execute("SELECT count(*) FROM trio_jobs_job WHERE state = 2")
         self.claims += 1
         self.most_running = max(self.most_running, running)
         return claimed
@@ -467,8 +467,7 @@ async def test_P2_a_kind_with_an_odd_name_that_somebody_stored_does_not_stop_the
         serving(jobs, plain.handled_by(Script(None)), unhandled="fail"),
     ):
         odd = await jobs.enqueue(other, None, delay=5)
-        assert store._writer is not None
-        store._writer.execute("UPDATE trio_jobs_job SET kind = ? WHERE id = ?", (name, odd.id))
+        writer(store).execute("UPDATE trio_jobs_job SET kind = ? WHERE id = ?", (name, odd.id))
         await jobs.enqueue(other, None, delay=6)  # so that it looks
         await trio.sleep(10)
         async with serving(jobs, plain.handled_by(Script(None)), unhandled="fail"):
@@ -493,8 +492,7 @@ async def test_P2_an_instant_that_somebody_wrote_as_text_does_not_stop_the_runne
     store = SqliteStore(":memory:")
     async with trio_jobs.open_jobs(store) as jobs:
         odd = await jobs.enqueue(plain, None)
-        assert store._writer is not None
-        store._writer.execute(f"UPDATE trio_jobs_job SET {change} WHERE id = ?", (odd.id,))
+        writer(store).execute(f"UPDATE trio_jobs_job SET {change} WHERE id = ?", (odd.id,))
         async with serving(jobs, plain.handled_by(Script(None))):
             await trio.sleep(10)
             [ended] = await finished(jobs, await jobs.enqueue(plain, None), within=10)

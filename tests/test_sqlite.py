@@ -22,8 +22,10 @@ from typing import Any
 
 import apsw
 import pytest
+from stories import reader, writer
 
-from trio_jobs import StoreBusy, StoreError, _lifecycle, _schema, sqlite
+from trio_jobs import StoreBusy, StoreError, _connections, _lifecycle, _schema
+from trio_jobs._connections import has_reset_bug
 from trio_jobs._drivers import Connection, Driver, Record, Values
 from trio_jobs._lifecycle import Raised, Returned
 from trio_jobs._model import Claim, Claimed, Failure, NewJob, Policy, Row, State
@@ -224,9 +226,8 @@ def test_synchronous_is_what_was_asked_for(
 ) -> None:
     store = SqliteStore(path, synchronous=synchronous, driver=driver)
     with opened(store):
-        assert store._writer is not None
-        assert store._writer.execute("PRAGMA synchronous") == [(number,)]
-        assert store._writer.execute("PRAGMA wal_autocheckpoint") == [(0,)]
+        assert writer(store).execute("PRAGMA synchronous") == [(number,)]
+        assert writer(store).execute("PRAGMA wal_autocheckpoint") == [(0,)]
 
 
 # Opening.
@@ -369,8 +370,7 @@ def _corrupt(path: Path) -> None:
 
 def _newer(path: Path) -> None:
     with opened(SqliteStore(path)) as store:
-        assert store._writer is not None
-        store._writer.execute("UPDATE trio_jobs_meta SET version = version + 1")
+        writer(store).execute("UPDATE trio_jobs_meta SET version = version + 1")
 
 
 def _utf16(path: Path) -> None:
@@ -492,14 +492,13 @@ def test_an_older_file_is_migrated_once_and_keeps_its_rows(
         ["ALTER TABLE trio_jobs_job ADD COLUMN colour TEXT", "CREATE TABLE trio_jobs_more (x)"],
         ["UPDATE trio_jobs_job SET colour = 'red'"],
     ]
-    monkeypatch.setattr(sqlite, "MIGRATIONS", steps)
+    monkeypatch.setattr(_connections, "MIGRATIONS", steps)
 
     for _ in range(2):
         with opened(SqliteStore(path, driver=driver)) as store:
             assert store.find(states=[], kind=None, after=0, limit=9) == rows
-            assert store._writer is not None
-            assert store._writer.execute("SELECT version FROM trio_jobs_meta") == [(len(steps),)]
-            assert store._writer.execute("SELECT colour FROM trio_jobs_job") == [("red",)] * 2
+            assert writer(store).execute("SELECT version FROM trio_jobs_meta") == [(len(steps),)]
+            assert writer(store).execute("SELECT colour FROM trio_jobs_job") == [("red",)] * 2
 
 
 def test_a_migration_that_fails_leaves_the_file_as_it_was(
@@ -509,15 +508,14 @@ def test_a_migration_that_fails_leaves_the_file_as_it_was(
         rows = add(store, new())
     with monkeypatch.context() as patch:
         broken = [*_schema.MIGRATIONS, ["CREATE TABLE trio_jobs_more (x)", "no such statement"]]
-        patch.setattr(sqlite, "MIGRATIONS", broken)
+        patch.setattr(_connections, "MIGRATIONS", broken)
         with pytest.raises(StoreError, match="syntax error"):
             SqliteStore(path, driver=driver).open()
 
     with opened(SqliteStore(path, driver=driver)) as store:
         assert store.find(states=[], kind=None, after=0, limit=9) == rows
-        assert store._writer is not None
         more = "SELECT count(*) FROM sqlite_master WHERE name = 'trio_jobs_more'"
-        assert store._writer.execute(more) == [(0,)]
+        assert writer(store).execute(more) == [(0,)]
 
 
 # Waiting for the lock.
@@ -691,9 +689,8 @@ def test_m5_a_full_disk_is_an_error_that_says_so_and_then_all_is_well(
     store: SqliteStore, path: Path
 ) -> None:
     add(store, new())
-    assert store._writer is not None
-    [(pages,)] = store._writer.execute("PRAGMA page_count")
-    store._writer.execute(f"PRAGMA max_page_count = {pages}")
+    [(pages,)] = writer(store).execute("PRAGMA page_count")
+    writer(store).execute(f"PRAGMA max_page_count = {pages}")
 
     with pytest.raises(StoreError, match="adding jobs: database or disk is full") as caught:
         add(store, new(payload=b"SECRET" * 100_000))
@@ -702,9 +699,9 @@ def test_m5_a_full_disk_is_an_error_that_says_so_and_then_all_is_well(
     assert not caught.value.is_permanent
     assert "SECRET" not in repr(caught.value)
     assert count(store) == 1
-    store._writer.execute("PRAGMA max_page_count = 1000000")
+    writer(store).execute("PRAGMA max_page_count = 1000000")
     assert len(add(store, new(payload=b"x" * 600_000))) == 1
-    assert store._writer.execute("PRAGMA integrity_check") == [("ok",)]
+    assert writer(store).execute("PRAGMA integrity_check") == [("ok",)]
 
 
 def test_after_a_statement_failed_the_transaction_is_over(path: Path, driver: Driver) -> None:
@@ -746,8 +743,7 @@ def test_an_error_swallowed_inside_a_transaction_lets_nothing_through(
         def swallow() -> None:
             with store.transaction():
                 store.add([new()])
-                assert store._writer is not None
-                store._writer.execute("ROLLBACK")  # as SQLite does by itself for some errors
+                writer(store).execute("ROLLBACK")  # as SQLite does by itself for some errors
                 with contextlib.suppress(StoreError):
                     store.add([new()])
 
@@ -900,9 +896,8 @@ def test_a_transaction_that_changes_nothing_writes_nothing(path: Path, driver: D
 
 
 def test_the_connection_that_reads_cannot_write(store: SqliteStore) -> None:
-    assert store._reader is not None
     with pytest.raises(StoreError, match="readonly"):
-        store._reader.execute("DELETE FROM trio_jobs_job")
+        reader(store).execute("DELETE FROM trio_jobs_job")
 
 
 def test_many_rows_take_no_more_statements_than_one(path: Path, driver: Driver) -> None:
@@ -940,10 +935,8 @@ def test_no_reading_verb_leaves_a_transaction_open(store: SqliteStore) -> None:
     ]
     for verb in verbs:
         verb()
-        assert store._writer is not None
-        assert store._reader is not None
-        assert not store._reader.in_transaction
-        assert store._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)") == [(0, 0, 0)]
+        assert not reader(store).in_transaction
+        assert writer(store).execute("PRAGMA wal_checkpoint(TRUNCATE)") == [(0, 0, 0)]
 
 
 COLUMNS = ["kind", "key", "result", "failure", "failure_type", "payload"]
@@ -961,9 +954,8 @@ def test_bytes_that_are_no_text_make_no_fetch_fail(
     hostile = bytes(range(256)) + b"\xed\xa0\x80\xff"
     table, _, name = column.rpartition(" ")
     table = "past" if table or name == "outcome" else "job"
-    assert store._writer is not None
     where = " WHERE id = 1" if name == "key" else ""
-    store._writer.execute(
+    writer(store).execute(
         f"UPDATE trio_jobs_{table} SET {name} = CAST(? AS TEXT){where}", (hostile,)
     )
 
@@ -1401,20 +1393,21 @@ def test_m9_a_fork_in_the_middle_of_a_statement_lets_the_child_end(
         def wait():
             inside.set()
             leave.wait()
-        native = store._writer._connection
+        native = store._connections.writer._connection
         if sys.argv[2] == "apsw":
             native.create_scalar_function("wait", wait, 0)
         else:
             native.create_function("wait", 0, wait)
         del native
-        thread = threading.Thread(target=store._writer.execute, args=("SELECT wait()",))
+        thread = threading.Thread(target=store._connections.writer.execute, args=("SELECT wait()",))
         thread.start()
         inside.wait()
         module = sys.modules.get("apsw", gc)
         references = sys.getrefcount(module)
         child = os.fork()
         if child == 0:
-            connections = (store._writer, store._reader, store._checkpointer)
+            ours = store._connections
+            connections = (ours.writer, ours.reader, ours.checkpointer)
             kept = [weakref.ref(connection) for connection in connections]
             del store, thread, connections
             gc.collect()
@@ -1453,7 +1446,7 @@ def test_m9_a_fork_in_the_middle_of_a_statement_lets_the_child_end(
     ],
 )
 def test_which_versions_can_corrupt_a_file(version: tuple[int, ...], has_bug: bool) -> None:
-    assert sqlite.has_reset_bug(version) is has_bug
+    assert has_reset_bug(version) is has_bug
 
 
 @pytest.mark.parametrize(
@@ -1561,15 +1554,15 @@ def test_a_reader_that_holds_the_log_does_not_make_every_call_try_again(
 
 
 def has_bug(version: tuple[int, ...]) -> bool:
-    return sqlite.has_reset_bug(version)
+    return has_reset_bug(version)
 
 
 def test_where_commits_go_on_beside_a_checkpoint_the_rest_is_moved_under_the_lock(
     path: Path, driver: Driver
 ) -> None:
     def let_go(sql: str) -> None:
-        if reader is not None and reader.in_transaction:
-            reader.execute("ROLLBACK")
+        if reading.in_transaction:
+            reading.execute("ROLLBACK")
 
     store = SqliteStore(path, driver=driver)
     spies = Spies(store, (3, 51, 3))
@@ -1577,11 +1570,10 @@ def test_where_commits_go_on_beside_a_checkpoint_the_rest_is_moved_under_the_loc
         add(store, new(payload=b"x" * 9_000_000))
         others = SqliteStore(path, driver=driver)
         with opened(others):
-            reader = others._reader
-            assert reader is not None
+            reading = reader(others)
             # It needs what the log had before the last commit: the first pass cannot move that.
-            reader.execute("BEGIN")
-            reader.execute("SELECT count(*) FROM trio_jobs_job")
+            reading.execute("BEGIN")
+            reading.execute("SELECT count(*) FROM trio_jobs_job")
             add(others, new())
             spies.log.clear()
             spies.after = let_go
@@ -1674,7 +1666,7 @@ def test_M10_an_old_version_is_told_of_once_in_a_process(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for version, said in (((3, 51, 3), 0), ((3, 51, 2), 1)):
-        monkeypatch.setattr(sqlite, "_said", set())
+        monkeypatch.setattr(_connections, "_said", set())
         caplog.clear()
         with caplog.at_level(logging.INFO, "trio_jobs"):
             for _ in range(3):
@@ -1691,7 +1683,7 @@ def test_a_connection_that_checkpoints_by_itself_is_told_of_once(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for version, pages, said in (((3, 51, 3), 1000, 0), ((3, 51, 2), 0, 0), ((3, 51, 2), 1000, 1)):
-        monkeypatch.setattr(sqlite, "_said", set())
+        monkeypatch.setattr(_connections, "_said", set())
         store = SqliteStore(path)
         Spies(store, version)
         with opened(store), contextlib.closing(sqlite3.connect(path)) as connection:
@@ -1720,15 +1712,14 @@ def test_no_statement_of_a_runner_walks_over_the_table(
             failed = _lifecycle.ended(job.row, Raised(Failure("no")), POLICY, 100)
             with store.transaction():
                 store.apply([failed])
-        assert store._writer is not None
-        store._writer.execute("ANALYZE")  # the application may, and at a bad moment
+        writer(store).execute("ANALYZE")  # the application may, and at a bad moment
     spies = Spies(store)
     with opened(store):
         spies.log.clear()
         live_through_everything(store)
         plans = {
             sql: [
-                record[3] for record in store._writer.execute(f"EXPLAIN QUERY PLAN {sql}", values)
+                record[3] for record in writer(store).execute(f"EXPLAIN QUERY PLAN {sql}", values)
             ]
             for _, sql, values in list(spies.log)
             if sql not in ("BEGIN IMMEDIATE", "COMMIT", "ROLLBACK")
@@ -1749,8 +1740,7 @@ def test_no_statement_of_a_runner_walks_over_the_table(
 def live_through_everything(store: SqliteStore) -> None:
     """Every verb but those that count and list."""
     rows = add(store, *[new(key=f"x{n}") for n in range(3)], new(run_at=200), new(deadline=101))
-    assert store._writer is not None
-    store._writer.execute("UPDATE trio_jobs_job SET claims = 100 WHERE id = ?", (rows[0].id,))
+    writer(store).execute("UPDATE trio_jobs_job SET claims = 100 WHERE id = ?", (rows[0].id,))
     jobs = claim(store).jobs
     claim(store, now=101, limit=0)
     with store.transaction():
@@ -1813,9 +1803,8 @@ def fill(store: SqliteStore, columns: str, rows: int) -> None:
     values = [column.split(" = ")[1] for column in columns.split(", ")]
     if "kind" not in names:
         names, values = [*names, "kind"], [*values, "'mail'"]
-    assert store._writer is not None
-    [(first,)] = store._writer.execute("SELECT next_id FROM trio_jobs_meta")
-    store._writer.execute(
+    [(first,)] = writer(store).execute("SELECT next_id FROM trio_jobs_meta")
+    writer(store).execute(
         f"""
         WITH RECURSIVE new(id) AS (
             SELECT {first} UNION ALL SELECT id + 1 FROM new WHERE id < {first + rows - 1}
@@ -1824,4 +1813,4 @@ def fill(store: SqliteStore, columns: str, rows: int) -> None:
         SELECT id, {", ".join(values)}, '[1]' FROM new
         """
     )
-    store._writer.execute(f"UPDATE trio_jobs_meta SET next_id = next_id + {rows}")
+    writer(store).execute(f"UPDATE trio_jobs_meta SET next_id = next_id + {rows}")

@@ -29,6 +29,7 @@ from stories import (
     serving,
     sleeps,
     unknown,
+    writer,
 )
 from trio.testing import MockClock
 
@@ -239,11 +240,11 @@ def lock(store: SqliteStore) -> Callable[[], None]:
     """Hold the write lock as another process would; returns what gives it back."""
     connection: Any
     if store._driver == "sqlite3":
-        connection = sqlite3.connect(store._real_path, isolation_level=None)
+        connection = sqlite3.connect(store._connections.real_path, isolation_level=None)
     else:
         import apsw
 
-        connection = apsw.Connection(store._real_path)
+        connection = apsw.Connection(store._connections.real_path)
     connection.execute("BEGIN EXCLUSIVE")
 
     def release() -> None:
@@ -360,9 +361,8 @@ async def test_M5_on_a_full_disk_callers_are_told_and_what_is_in_hand_gets_its_e
     ):
         in_hand = await jobs.enqueue_many(large, [None] * 4)
         await eventually(lambda: runner.statistics().running == 4)
-        assert store._writer is not None
-        [(pages,)] = store._writer.execute("PRAGMA page_count")
-        store._writer.execute(f"PRAGMA max_page_count = {pages}")
+        [(pages,)] = writer(store).execute("PRAGMA page_count")
+        writer(store).execute(f"PRAGMA max_page_count = {pages}")
         may_end.set()
         await eventually(lambda: runner.statistics().trouble is not None)
         before = store.begun
@@ -371,7 +371,7 @@ async def test_M5_on_a_full_disk_callers_are_told_and_what_is_in_hand_gets_its_e
         await trio.sleep(lasts)
         trouble, tries = runner.statistics().trouble, store.begun - before
         lines = warnings_of(caplog)
-        store._writer.execute("PRAGMA max_page_count = 1000000")
+        writer(store).execute("PRAGMA max_page_count = 1000000")
         ended = await finished(jobs, *in_hand)
         everything = await jobs.find()
 

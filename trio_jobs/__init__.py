@@ -5,7 +5,8 @@
 # What an application writes down (inert): _kinds, with _codec for typed values <-> bytes.
 # Every decision, pure: _lifecycle, on the values of _model.
 # Where rows are kept: the seam _store, and sqlite behind it, with _schema, _rows, _writes,
-# _claims, _owners for the SQL, _drivers for the two drivers, _identity for who is dead.
+# _claims, _owners for the SQL, _connections and _checkpoints for the file, _drivers for the two
+# drivers, _identity for who is dead.
 # Off the Trio thread and back, time, and who is woken: _bridge, _clock; _hub in this process,
 # _lookout (by _inotify) when another one has written.
 # What callers use: _jobs. What runs handlers: _runner, in front of _engine. A job's way is

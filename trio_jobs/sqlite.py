@@ -1,10 +1,10 @@
-"""The store on one SQLite file: connections, transactions, locks and housekeeping.
+"""The store on one SQLite file: its verbs, and its transactions, which know their outcome.
 
-The statements of the verbs are in `_writes`, `_claims` and `_rows`, the tables in `_schema`.
+The statements that write are in `_writes`, `_claims` and `_owners`, the tables in `_schema`;
+`_connections` has the file open, `_checkpoints` keep it in shape.
 
-One connection writes, one reads, one checkpoints; they wait for locks here and not inside
-SQLite. Values reach a statement as parameters only. The tables are prefixed, and nothing
-else in the file is touched: the application keeps its own tables there.
+Values reach a statement as parameters only. The tables are prefixed, and nothing else in the
+file is touched: the application keeps its own tables there.
 
 A step of a statement gives up the GIL and may wait 5 ms to get it back from a busy loop.
 So a verb makes few steps, whatever the number of rows: many rows go in as one `VALUES`,
@@ -20,13 +20,22 @@ import logging
 import math
 import os
 import random
-import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Concatenate, Final, Literal, ParamSpec, TypeAlias, TypeVar
 
 from . import _claims, _drivers, _identity, _writes
-from ._drivers import Conflict, Connection, FileId, Record, Value, Values
+from ._checkpoints import Checkpoints
+from ._connections import (
+    WRITE_NOTHING,
+    Connections,
+    dotted,
+    has_reset_bug,
+    need,
+    roll_back,
+    say_once,
+)
+from ._drivers import Conflict, Connection, Value
 from ._errors import StoreBusy, StoreError
 from ._identity import Process
 from ._model import (
@@ -43,36 +52,18 @@ from ._model import (
 )
 from ._owners import Owners
 from ._rows import GET, ROW, as_json, integer, past_of, row_of, text_of
-from ._schema import MIGRATIONS, STATES
+from ._schema import STATES
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Marker: TypeAlias = tuple[str, int]
 """(writer, batch): which transaction was committed last."""
 
-_MAX_LOG: Final = 4_000_000
-"""Bytes of the write-ahead log above which a checkpoint is due."""
-_TOO_LONG: Final = 4 * _MAX_LOG
-"""Bytes above which the log is worth a warning."""
-_LONG_READ: Final = 0.02
-"""Seconds that a checkpoint waits for a read of this store."""
-_TRY_EVERY: Final[Instant] = 5_000_000
-"""Microseconds until a checkpoint that emptied nothing is tried again."""
-_OLDEST: Final = (3, 35)  # RETURNING
 _LEAVE_TRIES: Final = 20
 """Closing does not wait for a lock, but may be lucky within some 5 ms."""
 
 _logger: Final = logging.getLogger("trio_jobs")
-_said: Final[set[str]] = set()
 _opened: Final = itertools.count(1)
-
-
-def has_reset_bug(version: tuple[int, ...]) -> bool:
-    """Whether a checkpoint may corrupt the file while a commit of another connection resets
-    the log (https://www.sqlite.org/wal.html#walresetbug)."""
-    if (3, 44, 6) <= version < (3, 45) or (3, 50, 7) <= version < (3, 51):
-        return False
-    return (3, 7, 0) <= version < (3, 51, 3)
 
 
 def _verb(
@@ -137,55 +128,35 @@ class SqliteStore:
         self.this_process: Callable[[], Process | None] = _identity.this_process
         self.is_dead: Callable[[Process, Process], bool] = _identity.is_dead
 
-        self._path = path
-        self._is_memory = path == ":memory:"
-        self._synchronous = synchronous
-        self._busy_timeout = busy_timeout
+        self._connections = Connections(
+            path, synchronous=synchronous, busy_timeout=busy_timeout, driver=driver, seams=self
+        )
+        self._checkpoints = Checkpoints(self._connections, self._write_little, self._warn)
         self._driver: _drivers.Driver = driver
         self._process: int | None = None
-        self._is_closing = False
-        self._has_lock = False
-        self._is_waiting = False
-        # Each guards one connection; in memory there is only the one.
-        self._writing = threading.RLock()
-        self._reading = self._writing if self._is_memory else threading.RLock()
-        self._checkpointing = threading.RLock()
-        self._writer: Connection | None = None
-        self._reader: Connection | None = None
-        self._checkpointer: Connection | None = None
-        self._file: FileId | None = None
-        self._real_path = path
         self._name = ""
         self._owners = Owners(None, self.is_dead)
         self._batch = 0
         """That of the transaction, once it is marked."""
-        self._next_tidy = _MAX_LOG
-        self._tidied_at: Instant = 0
-        self._is_pinned = False
 
     @property
     def identity(self) -> Hashable:
-        return id(self) if self._file is None else self._file
+        file = self._connections.file
+        return id(self) if file is None else file
 
     @property
     def log(self) -> str | None:
-        return None if self._is_memory else self._log
-
-    @property
-    def _log(self) -> str:
-        return f"{self._real_path}-wal"
+        return None if self._connections.is_memory else self._connections.log
 
     # Opening and closing.
 
     def open(self) -> None:
         self._check_process()
-        if self._writer is not None:
-            raise StoreError(f"{self._path} is open already")
+        if self._connections.writer is not None:
+            raise StoreError(f"{self._connections.path} is open already")
         self._process = os.getpid()
-        self._is_closing = False
         try:
-            with self._writing, self._reading:
-                self._open()
+            self._open()
         except StoreError as error:
             self.close()
             raise self._named(error, "opening") from error
@@ -194,86 +165,16 @@ class SqliteStore:
             raise
 
     def _open(self) -> None:
-        if self._is_memory:
-            self._writer = self._reader = self.connect(self._path)
-        else:
-            self._real_path = os.path.realpath(self._path)
-            _explain_missing(self._real_path)
-            self._writer, self._file = _drivers.enter_file(
-                self._real_path, self._driver, self.connect, self.stat
-            )
-        version = self._writer.version
-        if version < _OLDEST:
-            raise _drivers.permanent(f"SQLite {_dotted(version)} is older than {_dotted(_OLDEST)}")
-        self._schema_version(self._writer)  # a newer one: leave the file alone
-        self._prepare(self._writer)
-        self._migrate(self._writer)
-        if not self._is_memory:
-            self._reader = self.connect(self._real_path)
-            self._prepare(self._reader)
-            self._reader.execute("PRAGMA query_only = 1")
-            self._checkpointer = self.connect(self._real_path)
-            self._prepare(self._checkpointer)
-            if has_reset_bug(version):
-                _say_once(logging.INFO, _OLD_SQLITE, _dotted(version))
-        self._owners = Owners(None if self._is_memory else self.this_process(), self.is_dead)
+        self._connections.open()
+        here = None if self._connections.is_memory else self.this_process()
+        self._owners = Owners(here, self.is_dead)
         # No two stores share it: not here, not after a fork, not on other machines.
         self._name = f"{os.getpid()}-{next(_opened)}-{self.random.getrandbits(64):x}"
 
-    def _schema_version(self, connection: Connection) -> int:
-        exists = "SELECT count(*) FROM sqlite_master WHERE name = 'trio_jobs_meta'"
-        if self._patiently(connection, exists) == [(0,)]:
-            return 0
-        [(version,)] = self._patiently(connection, "SELECT version FROM trio_jobs_meta")
-        if version > len(MIGRATIONS):
-            raise _drivers.permanent("the file was written by a newer version of trio_jobs")
-        return int(version)
-
-    def _prepare(self, connection: Connection) -> None:
-        # This is BUSY at once while another connection writes, whatever its timeout.
-        [(mode,)] = self._patiently(connection, "PRAGMA journal_mode = WAL")
-        if mode != ("memory" if self._is_memory else "wal"):
-            raise _drivers.permanent(f"a write-ahead log is not possible here, only {mode!r}")
-        [(encoding,)] = self._patiently(connection, "PRAGMA encoding")
-        if encoding != "UTF-8":
-            raise _drivers.permanent(f"the file keeps text as {encoding}, it must be UTF-8")
-        for setting in (
-            f"synchronous = {self._synchronous}",
-            "fullfsync = 1",  # on macOS; means nothing elsewhere
-            "wal_autocheckpoint = 0",
-            f"journal_size_limit = {_MAX_LOG}",
-        ):
-            self._patiently(connection, f"PRAGMA {setting}")
-
-    def _migrate(self, connection: Connection) -> None:
-        if self._schema_version(connection) == len(MIGRATIONS):
-            # Nothing to write, but a file that cannot be written is refused now.
-            with contextlib.suppress(StoreBusy):
-                connection.execute(_WRITE_NOTHING)
-            return
-        self._patiently(connection, "BEGIN IMMEDIATE")
-        try:
-            for step in MIGRATIONS[self._schema_version(connection) :]:
-                for statement in step:
-                    connection.execute(statement)
-            connection.execute("UPDATE trio_jobs_meta SET version = ?", (len(MIGRATIONS),))
-            connection.execute("COMMIT")
-        except BaseException:
-            _roll_back(connection)
-            raise
-
     def close(self) -> None:
-        if self._process not in (None, os.getpid()):
-            return  # it is the parent's
-        self._is_closing = True  # ends a wait for the lock in another thread
-        with self._writing, self._reading, self._checkpointing:
-            self._leave()
-            for connection in (self._reader, self._checkpointer, self._writer):
-                if connection is not None:
-                    connection.close()
-            if self._writer is not None and self._file is not None:
-                _drivers.leave_file(self._file, self._driver)
-            self._reader = self._checkpointer = self._writer = self._process = None
+        if self._process in (None, os.getpid()):  # else it is the parent's
+            self._connections.close(self._leave)
+            self._process = None
 
     def _leave(self) -> None:
         # Without it only others could take our row away, when this process is gone. While the
@@ -281,7 +182,7 @@ class SqliteStore:
         for _ in range(_LEAVE_TRIES if self._owners.is_any_left else 0):
             try:
                 with self.transaction():
-                    self._owners.leave(self._in_transaction())
+                    self._owners.leave(self._connections.in_transaction())
                 return
             except StoreBusy:
                 self.sleep(self.random.uniform(50e-6, 400e-6))
@@ -293,12 +194,8 @@ class SqliteStore:
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
         self._check_process()
-        with self._writing:
-            try:
-                connection = self._begin()
-            finally:
-                self._is_waiting = False
-            self._has_lock = True
+        with self._connections.writing:
+            connection = self._begin()
             self._batch = 0
             try:
                 self._owners.begin()
@@ -309,23 +206,15 @@ class SqliteStore:
                 self._commit()
                 self._owners.committed()
             finally:
-                _roll_back(connection)
-                self._has_lock = False
+                self._connections.end(connection)
 
     @_verb("beginning a transaction")
     def _begin(self) -> Connection:
-        connection = self._need(self._writer)
-        _roll_back(connection)  # an interrupt may have left one open
-        self._patiently(connection, "BEGIN IMMEDIATE")
-        # SQLite goes on writing to a file that was unlinked: the jobs would be gone.
-        if self._file is not None and _drivers.file_of(self._real_path, self.stat) != self._file:
-            _roll_back(connection)
-            raise _drivers.permanent("the file was deleted or replaced while it was open")
-        return connection
+        return self._connections.begin()
 
     @_verb("committing")
     def _commit(self) -> None:
-        connection = self._in_transaction()
+        connection = self._connections.in_transaction()
         if not self._batch:
             self._mark()
         mark = (self._name, self._batch)
@@ -336,7 +225,7 @@ class SqliteStore:
             failed = error
         found: Marker | None = None
         with contextlib.suppress(StoreError):
-            _roll_back(connection)
+            roll_back(connection)
             [found] = connection.execute("SELECT writer, batch FROM trio_jobs_meta")
         if found == mark:
             return
@@ -348,25 +237,28 @@ class SqliteStore:
 
     def _mark(self, ids: int = 0) -> int:
         """Put the transaction's own mark in the file, and take so many ids; returns the first."""
-        [(self._batch, next_id)] = self._in_transaction().execute(_MARK, (self._name, ids))
+        [(self._batch, next_id)] = self._connections.in_transaction().execute(
+            _MARK, (self._name, ids)
+        )
         return int(next_id) - ids
 
     @_verb("adding jobs")
     def add(self, jobs: Sequence[NewJob]) -> list[tuple[Row, bool]]:
-        return _writes.add(self._in_transaction(), jobs, self._mark)
+        return _writes.add(self._connections.in_transaction(), jobs, self._mark)
 
     @_verb("adding a job on the application's connection")
     def add_on(self, connection: object, job: NewJob) -> tuple[Row, bool]:
         application = _drivers.adapted(connection, self._driver)
-        version = self._need(self._writer).version
+        version = need(self._connections.writer).version
         [(path,)] = application.execute(_MAIN_FILE)
-        if self._file is None or _drivers.file_of(path, self.stat) != self._file:
-            raise ValueError(f"the main database of the connection is not {self._path}")
+        file = self._connections.file
+        if file is None or _drivers.file_of(path, self.stat) != file:
+            raise ValueError(f"the main database of the connection is not {self._connections.path}")
         if has_reset_bug(version) and application.execute("PRAGMA wal_autocheckpoint") != [(0,)]:
-            _say_once(logging.WARNING, _OLD_SQLITE_AUTOCHECKPOINT, _dotted(version))
+            say_once(logging.WARNING, _OLD_SQLITE_AUTOCHECKPOINT, dotted(version))
         # A write comes first: before it sqlite3 begins the application's transaction, and with
         # the lock it takes, what is read after it stays true.
-        application.execute(_WRITE_NOTHING)
+        application.execute(WRITE_NOTHING)
 
         def reserve(ids: int) -> int:
             [(next_id,)] = application.execute(_RESERVE, (ids,))
@@ -384,21 +276,21 @@ class SqliteStore:
 
     @_verb("applying changes")
     def apply(self, changes: Sequence[Change]) -> list[Refused | None]:
-        return _writes.apply(self._in_transaction(), changes)
+        return _writes.apply(self._connections.in_transaction(), changes)
 
     @_verb("renewing leases")
     def renew(self, fences: Sequence[Fence], until: Instant) -> dict[Fence, bool]:
-        return _writes.renew(self._in_transaction(), fences, until)
+        return _writes.renew(self._connections.in_transaction(), fences, until)
 
     @_verb("claiming jobs")
     def claim(self, claim: Claim) -> Claimed:
-        connection = self._in_transaction()
+        connection = self._connections.in_transaction()
         self._owners.look(connection, claim.lease_now)
         return _claims.claim_rows(connection, claim, self._owners)
 
     @_verb("looking for commits of others")
     def version(self, now: Instant) -> Hashable:
-        connection = self._in_transaction()
+        connection = self._connections.in_transaction()
         self._owners.look(connection, now)
         # Commits of this connection do not change it.
         [(version,)] = connection.execute("PRAGMA data_version")
@@ -408,13 +300,13 @@ class SqliteStore:
 
     @_verb("reading a job")
     def get(self, id: int) -> Row | None:
-        records = self._query(GET, (integer(id),))
+        records = self._connections.query(GET, (integer(id),))
         return row_of(records[0]) if records else None
 
     @_verb("looking for the ends of jobs")
     def finished(self, ids: Collection[int]) -> list[Row]:
         wanted = as_json([integer(id) for id in ids])
-        return [row_of(record) for record in self._query(_FINISHED, (wanted,))]
+        return [row_of(record) for record in self._connections.query(_FINISHED, (wanted,))]
 
     @_verb("finding jobs")
     def find(
@@ -427,170 +319,62 @@ class SqliteStore:
             "after": integer(after),
             "limit": integer(limit),
         }
-        return [row_of(record) for record in self._query(_FIND, values)]
+        return [row_of(record) for record in self._connections.query(_FIND, values)]
 
     @_verb("reading a job's history")
     def history(self, id: int) -> list[PastStart] | None:
-        if not self._query(GET, (integer(id),)):
+        if not self._connections.query(GET, (integer(id),)):
             return None
-        return [past_of(record) for record in self._query(_HISTORY, (integer(id),))]
+        return [past_of(record) for record in self._connections.query(_HISTORY, (integer(id),))]
 
     @_verb("counting jobs")
     def counts(self, kind: str | None) -> dict[State, int]:
         counts: dict[State, int] = {}
-        for code, count in self._query(_COUNTS, {"kind": kind}):
+        for code, count in self._connections.query(_COUNTS, {"kind": kind}):
             state = STATES[code]
             counts[state] = counts.get(state, 0) + count
         return counts
 
     @_verb("reading the next id")
     def next_id(self) -> int:
-        [(next_id,)] = self._query("SELECT next_id FROM trio_jobs_meta")
+        [(next_id,)] = self._connections.query("SELECT next_id FROM trio_jobs_meta")
         return int(next_id)
 
     @_verb("reading the kinds of queued jobs")
     def queued_kinds(self) -> set[str]:
-        return {text_of(kind) for (kind,) in self._query(_QUEUED_KINDS)}
+        return {text_of(kind) for (kind,) in self._connections.query(_QUEUED_KINDS)}
 
     @_verb("looking at the lock")
     def is_unlocked(self) -> bool:
-        # Our own writing thread may be at it: what it holds nobody else does, and while it
-        # waits somebody else does. In between it takes no time.
-        while not self._writing.acquire(timeout=0.001):
-            if self._has_lock or self._is_waiting:
-                return self._has_lock
-        try:
-            connection = self._need(self._writer)
-            if connection.in_transaction:
-                return True
-            connection.execute("BEGIN IMMEDIATE")
-            connection.execute("ROLLBACK")
-            return True
-        except StoreBusy:
-            return False
-        finally:
-            self._writing.release()
+        return self._connections.is_unlocked()
 
     # Housekeeping.
 
     @_verb("tidying up")
     def tidy(self, now: Instant) -> bool:
-        try:
-            size = 0 if self._is_memory else self.stat(self._log).st_size
-        except OSError:
-            return False
-        if size <= _MAX_LOG:
-            self._next_tidy, self._is_pinned = _MAX_LOG, False
-            return False
-        # While a reader needs the log as it is, to try on every call would be no use.
-        last = self._tidied_at
-        if size < self._next_tidy and last <= now < last + _TRY_EVERY:
-            return False
-        # Past that size those who write wait, and the log cannot run away from a checkpoint.
-        is_safe_beside = not has_reset_bug(self._need(self._writer).version)
-        if is_safe_beside and size <= 3 * _MAX_LOG:
-            self._next_tidy, self._tidied_at = size + _MAX_LOG, now
-            return True
-        try:
-            self._checkpoint_under_lock(size)
-        except StoreBusy:
-            return False
-        except StoreError as error:
-            _logger.warning("%s", self._named(error, "checkpointing"))
-        self._next_tidy, self._tidied_at = size + _MAX_LOG, now
-        return False
+        return self._checkpoints.tidy(now)
 
     @_verb("checkpointing")
     def checkpoint(self) -> None:
-        try:
-            with self._checkpointing:
-                if self._checkpointer is not None:
-                    self._move_log()
-            # Under load it does not begin anew by itself, because something was written
-            # meanwhile. That is little; so now and then those who write may wait for it.
-            size = self.stat(self._log).st_size
-            if size > 2 * _MAX_LOG:
-                self._checkpoint_under_lock(size)
-        except (StoreBusy, OSError):
-            pass
-        except StoreError as error:
-            _logger.warning("%s", self._named(error, "checkpointing"))
+        self._checkpoints.run()
 
-    def _checkpoint_under_lock(self, size: int) -> None:
-        with self._writing, self._without_own_reader(size), self._checkpointing:
-            if self._writer is None or self._checkpointer is None:
-                return  # closed meanwhile
-            try:
-                # With our lock on it, no commit can reset the log under the checkpoint.
-                self._writer.execute("BEGIN IMMEDIATE")
-                is_emptied = self._move_log()
-            finally:
-                _roll_back(self._writer)
-            if is_emptied and size > 2 * _MAX_LOG:
-                # It begins anew, and is cut, with the first commit that meets no reader.
-                with self.transaction():
-                    self._writer.execute("UPDATE trio_jobs_meta SET one = 1")
-            elif is_emptied is False and size > _TOO_LONG and not self._is_pinned:
-                self._is_pinned = True
-                _logger.warning("%s: " + _PINNED, self._path, size // 1_000_000)
+    def _write_little(self) -> None:
+        with self.transaction():
+            self._connections.in_transaction().execute("UPDATE trio_jobs_meta SET one = 1")
 
-    @contextlib.contextmanager
-    def _without_own_reader(self, size: int) -> Iterator[None]:
-        """A dashboard that always reads kept the log from ever beginning anew: it grew by all
-        that was written. Nobody waits here for a read that takes long."""
-        is_held = size > 2 * _MAX_LOG and self._reading.acquire(timeout=_LONG_READ)
-        try:
-            yield
-        finally:
-            if is_held:
-                self._reading.release()
-
-    def _move_log(self) -> bool | None:
-        """Move what is in the log to the file. False: somebody reads who needs what is left, or
-        it was just written. None: another process is at it."""
-        assert self._checkpointer is not None
-        [(is_busy, pages, moved)] = self._checkpointer.execute("PRAGMA wal_checkpoint(PASSIVE)")
-        return None if is_busy else moved >= pages
+    def _warn(self, error: StoreError) -> None:
+        _logger.warning("%s", self._named(error, "checkpointing"))
 
     # Helpers.
 
-    def _query(self, sql: str, values: Values = ()) -> list[Record]:
-        with self._reading:
-            return self._patiently(self._need(self._reader), sql, values)
-
-    def _in_transaction(self) -> Connection:
-        connection = self._need(self._writer)
-        if not connection.in_transaction:
-            raise StoreError("no transaction is open, or SQLite has rolled it back")
-        return connection
-
-    def _need(self, connection: Connection | None) -> Connection:
-        if connection is None:
-            raise StoreError("the store is not open")
-        return connection
-
-    def _patiently(self, connection: Connection, sql: str, values: Values = ()) -> list[Record]:
-        """Run a statement that may meet others' locks, outside a transaction."""
-        waited = 0.0
-        while True:
-            try:
-                return connection.execute(sql, values)
-            except StoreBusy as error:
-                self._is_waiting = self._is_waiting or connection is self._writer
-                if self._is_closing or waited >= self._busy_timeout:
-                    raise StoreBusy(f"{error} (waited {waited:.3g} s)") from error
-            # SQLite's own waiting starves the slowest of four busy processes, short random
-            # sleeps do not. Who has waited for a second does not wait for one of those.
-            pause = self.random.uniform(50e-6, 400e-6) * (1 if waited < 1 else 10)
-            self.sleep(pause)
-            waited += pause
-
     def _check_process(self) -> None:
         if self._process not in (None, os.getpid()):
-            raise StoreError(f"{self._path} was opened in another process, before a fork")
+            raise StoreError(
+                f"{self._connections.path} was opened in another process, before a fork"
+            )
 
     def _named(self, error: StoreError, doing: str) -> StoreError:
-        return _like(error, f"{self._path}: {doing}: {error}")
+        return _like(error, f"{self._connections.path}: {doing}: {error}")
 
 
 _MARK: Final = """
@@ -600,46 +384,14 @@ RETURNING batch, next_id
 
 _RESERVE: Final = "UPDATE trio_jobs_meta SET next_id = next_id + ? RETURNING next_id"
 
-_WRITE_NOTHING: Final = "UPDATE trio_jobs_meta SET one = 1 WHERE one = 0"
-
 _MAIN_FILE: Final = """
 SELECT CAST(file AS BLOB) FROM pragma_database_list WHERE name = 'main'
 """
 
-_OLD_SQLITE: Final = (
-    "SQLite %s can corrupt a file when a checkpoint meets a commit (fixed in 3.51.3, 3.50.7 and"
-    " 3.44.6). The checkpoints of trio_jobs cannot; the application's connections to its file"
-    " should set PRAGMA wal_autocheckpoint = 0"
-)
-_PINNED: Final = (
-    "the write-ahead log has %d MB and cannot be emptied: somebody has had a reading transaction"
-    " open for long"
-)
 _OLD_SQLITE_AUTOCHECKPOINT: Final = (
     "This connection checkpoints by itself, which with SQLite %s can corrupt the file: set PRAGMA"
     " wal_autocheckpoint = 0 on the application's connections (trio_jobs checkpoints for them)"
 )
-
-
-def _say_once(level: int, text: str, *args: object) -> None:
-    if text not in _said:
-        _said.add(text)
-        _logger.log(level, text, *args)
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
-
-
-def _explain_missing(path: str) -> None:
-    # SQLite says of all of these that it is unable to open the file.
-    folder = os.path.dirname(path)
-    if os.path.isdir(path):
-        raise _drivers.permanent("it is a directory")
-    try:
-        os.stat(folder)
-    except OSError as error:
-        raise _drivers.permanent(f"{error.strerror}: {folder}") from error
 
 
 def _like(error: StoreError, text: str) -> StoreError:
@@ -648,14 +400,6 @@ def _like(error: StoreError, text: str) -> StoreError:
     other.is_permanent = error.is_permanent
     other.is_outcome_unknown = error.is_outcome_unknown
     return other
-
-
-def _roll_back(connection: Connection) -> None:
-    # After a full disk or an I/O error SQLite has done it already. If this fails, the error
-    # that brought us here says more.
-    if connection.in_transaction:
-        with contextlib.suppress(StoreError):
-            connection.execute("ROLLBACK")
 
 
 # Reading.

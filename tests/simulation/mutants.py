@@ -307,16 +307,15 @@ MUTANTS: Final[Sequence[Mutant]] = [
     ),
     Mutant(
         "a failed transaction stays open",
-        "sqlite.py",
-        "            finally:\n                _roll_back(connection)\n"
-        "                self._has_lock = False",
-        "            finally:\n                self._has_lock = False",
+        "_connections.py",
+        "        roll_back(connection)\n        self._has_lock = False",
+        "        self._has_lock = False",
     ),
     Mutant(
         "transactions begin without the lock",
-        "sqlite.py",
-        'self._patiently(connection, "BEGIN IMMEDIATE")\n        # SQLite goes',
-        'self._patiently(connection, "BEGIN")\n        # SQLite goes',
+        "_connections.py",
+        'self.patiently(connection, "BEGIN IMMEDIATE")\n        finally',
+        'self.patiently(connection, "BEGIN")\n        finally',
     ),
     # Keys.
     Mutant(

@@ -24,7 +24,6 @@ import trio
 from trio.testing import MockClock
 
 import trio_jobs
-import trio_jobs.sqlite
 from trio_jobs import (
     Attempt,
     Fail,
@@ -35,6 +34,8 @@ from trio_jobs import (
     RetryLater,
     State,
     StateError,
+    _checkpoints,
+    _connections,
     constant,
 )
 from trio_jobs._bridge import Write
@@ -354,13 +355,15 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _small_log() -> Iterator[None]:
-    constants = vars(trio_jobs.sqlite)
-    before = constants["_MAX_LOG"]
-    constants["_MAX_LOG"] = _MAX_LOG
+    before = _connections.MAX_LOG
+    modules = [vars(_connections), vars(_checkpoints)]
+    for constants in modules:
+        constants["MAX_LOG"] = _MAX_LOG
     try:
         yield
     finally:
-        constants["_MAX_LOG"] = before
+        for constants in modules:
+            constants["MAX_LOG"] = before
 
 
 def _wall_clock() -> float:

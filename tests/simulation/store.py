@@ -63,7 +63,7 @@ class SimulatedStore(SqliteStore):
                 if self.random.random() < 0.5:
                     self.checkpoint()
                 else:
-                    self._checkpoint_under_lock(self.random.choice([0, 10**8]))
+                    self._checkpoints.under_lock(self.random.choice([0, 10**8]))
         return False  # no threads
 
     def apply(self, changes: Sequence[Change]) -> list[Refused | None]:

@@ -167,7 +167,7 @@ def test_a_store_that_does_not_sync_is_caught(
 ) -> None:
     class Careless(Store):
         def open(self) -> None:
-            vars(self)["_synchronous"] = setting
+            vars(self._connections)["_synchronous"] = setting
             super().open()
 
     monkeypatch.setattr(power_life, "Store", Careless)
