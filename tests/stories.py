@@ -19,7 +19,7 @@ from simulation.chance import scheduling as scheduling
 
 import trio_jobs
 from trio_jobs import Attempt, Handler, Job, Jobs, Kind, Runner, SqliteStore, StoreError
-from trio_jobs._bridge import Write
+from trio_jobs._batch import Write
 from trio_jobs._connections import need
 from trio_jobs._drivers import Connection
 from trio_jobs._model import Claim, Claimed, ClaimedJob, Row

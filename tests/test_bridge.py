@@ -23,7 +23,8 @@ from trio.testing import MockClock
 
 import trio_jobs
 from trio_jobs import Job, Jobs, Kind, SqliteStore, State, StoreBusy, StoreError, testing
-from trio_jobs._bridge import MAX_BATCH, Bridge, Write, bridges_here
+from trio_jobs._batch import MAX_BATCH, Write
+from trio_jobs._bridge import Bridge, bridges_here
 from trio_jobs._clock import Clock
 from trio_jobs._drivers import Connection, Record, Values
 from trio_jobs._model import Change, Claim, Claimed, NewJob, Policy, Row

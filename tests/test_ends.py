@@ -41,7 +41,7 @@ from trio_jobs import (
     _lifecycle,
     constant,
 )
-from trio_jobs._bridge import Write
+from trio_jobs._batch import Write
 from trio_jobs._engine import Engine
 from trio_jobs._model import Change, NewJob
 

@@ -33,7 +33,7 @@ from trio_jobs import (
     constant,
 )
 from trio_jobs._attempt import Execution
-from trio_jobs._bridge import Write
+from trio_jobs._batch import Write
 from trio_jobs._ends import Ending
 from trio_jobs._model import Change, Claimed, ClaimedJob, NewJob, PastStart, Refused, Row
 from trio_jobs.testing import settled

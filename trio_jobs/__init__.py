@@ -2,21 +2,21 @@
 
 # General layout:
 #
-# What an application writes down (inert): _kinds, with _codec for typed values <-> bytes.
+# What an application writes down (inert): _kinds, with _codec for typed values <-> bytes, and
+# what its handlers see, _handler.
 # Every decision, pure: _lifecycle, on the values of _model.
 # Where rows are kept: the seam _store, and sqlite behind it, with _schema, _rows, _writes,
 # _claims, _owners for the SQL, _connections and _checkpoints for the file, _drivers for the two
 # drivers, _identity for who is dead.
-# Off the Trio thread and back, time, and who is woken: _bridge, _clock; _hub in this process,
-# _lookout (by _inotify) when another one has written.
-# What callers use: _jobs. What runs handlers: _runner, in front of _engine. A job's way is
-# _pool (it is claimed, as _agenda says), _workers (it waits for one, as _pace says),
-# _attempt (one start), _ends (its end is written); beside it _keeper (leases and limits) and
-# _probation (lost jobs).
+# Off the Trio thread and back, time, and who is woken: _bridge (of each _batch), _clock; _hub in
+# this process, _lookout (by _inotify) when another one has written.
+# What callers use: _jobs, and see: _job. What runs handlers: _runner, in front of _engine. A
+# job's way is _pool (it is claimed, as _agenda says), _workers (it waits for one, as _pace
+# says), _attempt (one start), _ends (its end is written); beside it _keeper (leases and limits)
+# and _probation (lost jobs).
 # The command: __main__, with _work, _display and the example, _demo.
 # Settings: _checks, _retry.
 
-from ._attempt import Attempt as Attempt, Fail as Fail, RetryLater as RetryLater
 from ._errors import (
     JobFailed as JobFailed,
     JobNotFound as JobNotFound,
@@ -27,12 +27,9 @@ from ._errors import (
     StoreError as StoreError,
     TrioJobsError as TrioJobsError,
 )
-from ._jobs import (
-    Job as Job,
-    Jobs as Jobs,
-    PastAttempt as PastAttempt,
-    open_jobs as open_jobs,
-)
+from ._handler import Attempt as Attempt, Fail as Fail, RetryLater as RetryLater
+from ._job import Job as Job, PastAttempt as PastAttempt
+from ._jobs import Jobs as Jobs, open_jobs as open_jobs
 from ._kinds import (
     Handler as Handler,
     Kind as Kind,

@@ -16,7 +16,8 @@ import trio
 from . import _display
 from ._demo import find_duplicates
 from ._errors import TrioJobsError
-from ._jobs import Job, Jobs, open_jobs
+from ._job import Job
+from ._jobs import Jobs, open_jobs
 from ._model import State
 from ._work import BadArgument, load_handlers, work
 

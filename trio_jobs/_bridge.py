@@ -19,48 +19,20 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Final, Literal, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import outcome
 import trio
 
+from ._batch import MAX_BATCH, Done, Verb, Write, commit, committed_rows
 from ._clock import Clock
-from ._errors import StoreBusy, StoreError
-from ._model import Change, Claimed, Fence, Instant, NewJob, Refused, Row
+from ._errors import StoreError
+from ._model import Change, Fence, Instant, NewJob, Refused, Row
 from ._store import Store
 
 T = TypeVar("T")
 
 _log = logging.getLogger("trio_jobs")
-
-# More answers in one tick make the last of them late: 1000 tasks woken at once, 13 ms.
-MAX_BATCH: Final = 250
-
-Verb: TypeAlias = Literal["apply", "add", "renew", "claim", "look"]
-Done: TypeAlias = Callable[[outcome.Outcome[Any]], None]
-
-
-class Write:
-    """What one caller wants written, and then what became of it.
-
-    `done` is called on the Trio thread when `result` holds the outcome. `items` may be a
-    function: then it is called when the batch is formed, so that what it says is fresh.
-    Where one of several changes fails, the result has its error in the place of an answer.
-
-    A claim with `unless` is a look: its result is None, and nothing was claimed, if that is
-    still the store's version. Then `version` is what it is now.
-    """
-
-    __slots__ = ("done", "is_taken", "items", "result", "unless", "verb", "version")
-
-    def __init__(self, verb: Verb, items: Any, done: Done | None = None) -> None:
-        self.verb: Verb = verb
-        self.items = items
-        self.done = done
-        self.is_taken = False
-        self.result: outcome.Outcome[Any] | None = None
-        self.unless: Hashable = None
-        self.version: Hashable = None
 
 
 class Bridge:
@@ -285,7 +257,7 @@ class Bridge:
         self._flush_is_due = False
         batch = self._take()
         if batch:
-            _commit(self._store, batch)
+            commit(self._store, batch)
             self._deliver(batch)
             self._tidy()
         if self._pending and not self._flush_is_due:
@@ -298,7 +270,7 @@ class Bridge:
         for write in batch:
             assert write.result is not None
             if isinstance(write.result, outcome.Value):
-                rows += _committed_rows(write.verb, write.items, write.result.value)
+                rows += committed_rows(write.verb, write.items, write.result.value)
             elif isinstance(write.result, outcome.Error):
                 error = write.result.error
                 is_unsure = is_unsure or (
@@ -323,7 +295,7 @@ class Bridge:
                 batch = self._take()
             if not batch:
                 return
-            _commit(self._store, batch)
+            commit(self._store, batch)
             try:
                 self._token.run_sync_soon(self._deliver, batch)
             except trio.RunFinishedError:
@@ -367,100 +339,6 @@ class Bridge:
             self._thread.join()
         if self._checkpointer is not None:
             self._checkpointer.join()
-
-
-def _commit(store: Store, batch: Sequence[Write]) -> None:
-    """Give every write of the batch its result; never raises."""
-    try:
-        for write in batch:
-            if callable(write.items):
-                write.items = write.items()
-        with store.transaction():
-            results = _perform(store, batch)
-        for write, result in zip(batch, results, strict=True):
-            write.result = outcome.Value(result)
-    except BaseException as error:  # noqa: ASYNC103 - an application's clock raises anything
-        hopeless = isinstance(error, StoreBusy) or (
-            isinstance(error, StoreError) and (error.is_permanent or error.is_outcome_unknown)
-        )
-        for write in batch:
-            if not hopeless and len(batch) > 1:
-                _commit(store, [write])
-            elif not hopeless and write.verb == "apply" and len(write.items) > 1:
-                write.result = outcome.Value(_one_by_one(store, write.items))
-            else:
-                write.result = outcome.Error(_copy(error))  # noqa: ASYNC104
-
-
-def _one_by_one(store: Store, changes: Sequence[Change]) -> list[Refused | BaseException | None]:
-    answers: list[Refused | BaseException | None] = []
-    for change in changes:
-        alone = Write("apply", [change])
-        _commit(store, [alone])
-        if isinstance(alone.result, outcome.Error):
-            answers.append(alone.result.error)
-        else:
-            assert isinstance(alone.result, outcome.Value)
-            answers += alone.result.value
-    return answers
-
-
-def _perform(store: Store, batch: Sequence[Write]) -> list[Any]:
-    """One statement's worth for all who ask the same; ends first, so that a claim sees them."""
-    results: dict[int, Any] = {}
-    changes = [write for write in batch if write.verb == "apply"]
-    if changes:
-        refusals = iter(store.apply([change for write in changes for change in write.items]))
-        for write in changes:
-            results[id(write)] = [next(refusals) for _ in write.items]
-    adds = [write for write in batch if write.verb == "add"]
-    if adds:
-        added = iter(store.add([job for write in adds for job in write.items]))
-        for write in adds:
-            results[id(write)] = [next(added) for _ in write.items]
-    for write in batch:
-        if write.verb == "renew":
-            results[id(write)] = store.renew(*write.items)
-    for write in batch:
-        if write.verb == "claim":
-            results[id(write)] = _claim(store, write)
-    for write in batch:
-        if write.verb == "look":
-            results[id(write)] = store.version(write.items)
-    return [results[id(write)] for write in batch]
-
-
-def _claim(store: Store, write: Write) -> Claimed | None:
-    if write.unless is not None:
-        write.version = store.version(write.items.lease_now)
-        if write.version == write.unless:
-            return None
-    return store.claim(write.items)
-
-
-def _committed_rows(verb: Verb, items: Any, result: Any) -> list[Row]:
-    if verb == "add":
-        return [row for row, is_new in result if is_new]
-    if verb == "apply":
-        pairs = zip(items, result, strict=True)
-        return [change.after for change, refused in pairs if refused is None]
-    if verb == "claim":
-        claimed: Claimed | None = result
-        return [] if claimed is None else [change.after for change in claimed.settled]
-    return []
-
-
-def _copy(error: BaseException) -> BaseException:
-    # Each caller raises its own: one object raised in many tasks mixes their tracebacks.
-    try:
-        copy = type(error)(*error.args)
-    except Exception:
-        return error
-    copy.__cause__ = error
-    if isinstance(error, StoreError) and isinstance(copy, StoreError):
-        copy.is_permanent = error.is_permanent
-        copy.is_outcome_unknown = error.is_outcome_unknown
-    return copy
 
 
 async def _parked(write: Write, abort: Callable[[Any], trio.lowlevel.Abort]) -> Any:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ._demo import Hashed, Inode, Report
 from ._errors import PayloadError
-from ._jobs import Job, PastAttempt
+from ._job import Job, PastAttempt
 from ._model import Failure, State
 
 MOST_GROUPS: Final = 20

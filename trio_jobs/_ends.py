@@ -15,7 +15,7 @@ import outcome
 import trio
 
 from ._attempt import Execution
-from ._bridge import Write
+from ._batch import Write
 from ._errors import StoreError
 from ._lifecycle import End
 from ._model import Change, Refused

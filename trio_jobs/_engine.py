@@ -21,10 +21,11 @@ from typing import Final, Literal, TypeAlias
 
 import trio
 
-from ._attempt import Attempt, Execution, Fail, Host, Stop
-from ._bridge import Write
+from ._attempt import Execution, Host, Stop
+from ._batch import Write
 from ._clock import microseconds
 from ._errors import StoreError
+from ._handler import Attempt, Fail
 from ._jobs import Jobs
 from ._keeper import Keeper
 from ._kinds import Handler, Kind

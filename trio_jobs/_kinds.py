@@ -16,7 +16,7 @@ from ._retry import Retry
 if TYPE_CHECKING:
     from typing_extensions import TypeForm
 
-    from ._attempt import Attempt
+    from ._handler import Attempt
 
 P = TypeVar("P")
 R = TypeVar("R")

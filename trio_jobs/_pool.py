@@ -12,7 +12,7 @@ import trio
 from . import _lifecycle
 from ._agenda import Agenda, earliest
 from ._attempt import Execution
-from ._bridge import MAX_BATCH, Write
+from ._batch import MAX_BATCH, Write
 from ._clock import Alarm, microseconds
 from ._ends import Ends
 from ._errors import StoreError

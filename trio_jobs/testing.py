@@ -7,9 +7,9 @@ from typing import Any, TypeVar, cast
 import trio
 import trio.testing
 
-from ._attempt import Attempt
 from ._bridge import bridges_here
 from ._clock import EPOCH as EPOCH
+from ._handler import Attempt
 from ._jobs import Jobs
 from ._kinds import Handler, Kind
 

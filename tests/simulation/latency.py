@@ -14,7 +14,7 @@ from contextvars import Context
 import trio
 
 from trio_jobs import Jobs
-from trio_jobs._bridge import Write
+from trio_jobs._batch import Write
 
 from .world import Process
 

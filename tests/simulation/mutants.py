@@ -339,7 +339,7 @@ MUTANTS: Final[Sequence[Mutant]] = [
     ),
     Mutant(
         "a look finds that nothing has changed",
-        "_bridge.py",
+        "_batch.py",
         "        if write.version == write.unless:\n",
         "        if True:\n",
     ),

@@ -38,7 +38,7 @@ from trio_jobs import (
     _connections,
     constant,
 )
-from trio_jobs._bridge import Write
+from trio_jobs._batch import Write
 from trio_jobs._model import Claim
 from trio_jobs.testing import EPOCH
 
