@@ -1630,6 +1630,38 @@ def test_Q6_a_reader_that_keeps_the_log_long_is_told_of_once_and_then_the_log_is
     assert len([one for one in caplog.records if "reading transaction" in one.message]) == 2
 
 
+class PatientLock:
+    """Says how long others were ready to wait for it."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self.patience: list[float] = []
+
+    def acquire(self, *, timeout: float) -> bool:
+        self.patience.append(timeout)
+        return bool(self._lock.acquire(timeout=timeout))
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+@pytest.mark.parametrize(("size", "patience"), [(5, []), (9, [0.02]), (14, [0.2])])
+def test_Q6_the_longer_the_log_the_longer_a_checkpoint_waits_for_a_read(
+    path: Path, driver: Driver, size: int, patience: list[float]
+) -> None:
+    store = SqliteStore(path, driver=driver)
+    Spies(store, (3, 40, 1))
+    with opened(store):
+        add(store, new(payload=b"x" * size * 1_000_000))
+        reading = store._connections.reading
+        lock = PatientLock(reading)
+        vars(store._connections)["reading"] = lock
+        tidy(store)
+        vars(store._connections)["reading"] = reading
+
+    assert lock.patience == patience
+
+
 def test_tidying_gives_way_to_a_lock(path: Path, driver: Driver) -> None:
     store = SqliteStore(path, driver=driver)
     Spies(store, (3, 40, 1))

@@ -14,7 +14,8 @@ from ._model import Instant
 _TOO_LONG: Final = 4 * MAX_LOG
 """Bytes above which the log is worth a warning."""
 _LONG_READ: Final = 0.02
-"""Seconds that a checkpoint waits for a read of this store."""
+"""Seconds that a checkpoint waits for a read of this store, while the log is not yet long: on a
+machine with too much to do a short read took that long again and again."""
 _TRY_EVERY: Final[Instant] = 5_000_000
 """Microseconds until a checkpoint that emptied nothing is tried again."""
 
@@ -107,7 +108,8 @@ class Checkpoints:
         """A dashboard that always reads kept the log from ever beginning anew: it grew by all
         that was written. Nobody waits here for a read that takes long."""
         reading = self._connections.reading
-        is_held = size > 2 * MAX_LOG and reading.acquire(timeout=_LONG_READ)
+        patience = _LONG_READ if size <= 3 * MAX_LOG else 10 * _LONG_READ
+        is_held = size > 2 * MAX_LOG and reading.acquire(timeout=patience)
         try:
             yield
         finally:
