@@ -114,7 +114,7 @@ FIELDS: dict[type, list[str]] = {
 LAYERS = [
     {"_errors", "_checks", "_identity", "_inotify", "_pace"},
     {"_model", "_codec", "_retry"},
-    {"_lifecycle", "_store", "_kinds", "_drivers", "_schema"},
+    {"_lifecycle", "_store", "_kinds", "_drivers", "_schema", "_statistics"},
     {"_clock", "_handler", "_hub", "_rows"},
     {"_writes", "_owners", "_agenda", "_probation"},
     {"_batch", "_claims", "_connections"},

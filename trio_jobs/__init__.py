@@ -13,7 +13,7 @@
 # What callers use: _jobs, and see: _job. What runs handlers: _runner, in front of _engine. A
 # job's way is _pool (it is claimed, as _agenda says), _workers (it waits for one, as _pace
 # says), _attempt (one start), _ends (its end is written); beside it _keeper (leases and limits)
-# and _probation (lost jobs).
+# and _probation (lost jobs), and _statistics counts.
 # The command: __main__, with _work, _display and the example, _demo.
 # Settings: _checks, _retry.
 
@@ -41,12 +41,8 @@ from ._retry import (
     exponential as exponential,
     quadratic as quadratic,
 )
-from ._runner import (
-    Runner as Runner,
-    Statistics as Statistics,
-    run_once as run_once,
-    serve as serve,
-)
+from ._runner import Runner as Runner, run_once as run_once, serve as serve
+from ._statistics import Statistics as Statistics
 from .sqlite import SqliteStore as SqliteStore
 
 

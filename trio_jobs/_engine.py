@@ -32,6 +32,7 @@ from ._kinds import Handler, Kind
 from ._model import Change, Claimed, ClaimedJob, Fence, Instant, NewJob, Row, State
 from ._pool import Pool
 from ._probation import Probation
+from ._statistics import Statistics, Tally
 
 Unhandled: TypeAlias = Literal["leave", "fail"] | Callable[[str, bytes], Awaitable[None]]
 """What becomes of kinds nobody gave a handler for."""
@@ -42,27 +43,6 @@ FINAL_WRITES: Final = 2.0
 """Seconds the last ends have to be written."""
 
 _log = logging.getLogger("trio_jobs")
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """What a runner did since it started, and how it is now."""
-
-    running: int
-    """Handlers under way."""
-    started: int
-    succeeded: int
-    failed: int
-    """Jobs that ended failed or dead."""
-    retried: int
-    """Attempts that failed or asked for later, and will be started again."""
-    lost: int
-    """Attempts whose process died or whose lease ended: lost rows this runner took up or ended,
-    and its own."""
-    unhandled: frozenset[str]
-    """Kinds seen waiting that nobody gave a handler for."""
-    trouble: str | None
-    """What the store last refused; None once a claim went well again."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +100,7 @@ class Engine:
         )
         self._pools = [Pool(self, served, workers) for served, workers in pools]
         self._spent: set[int] = set()
-        self._started = self._succeeded = self._failed = self._retried = self._lost = 0
-        self._trouble: str | None = None
-        self._warned: set[str] = set()
+        self._tally = Tally()
         self._unwritten: set[Execution] = set()
         self._stop = trio.Event()
         self._hurry = trio.Event()
@@ -140,16 +118,7 @@ class Engine:
 
     def statistics(self) -> Statistics:
         """Counts since the start."""
-        return Statistics(
-            running=len(self._keeper.handling()),
-            started=self._started,
-            succeeded=self._succeeded,
-            failed=self._failed,
-            retried=self._retried,
-            lost=self._lost,
-            unhandled=frozenset(self._unhandled),
-            trouble=self._trouble,
-        )
+        return self._tally.statistics(len(self._keeper.handling()), self._unhandled)
 
     # Its life.
 
@@ -284,12 +253,12 @@ class Engine:
             )
 
     def begins(self, execution: Execution, now: Instant) -> None:
-        self._started += 1
+        self._tally.started += 1
         self._keeper.begins(execution, now)
 
     def wrote(self, execution: Execution, change: Change) -> None:
         """Its end is on disk."""
-        self.count(change)
+        self._tally.count(change)
         if self.once is not None and self._is_due_again(change.after, self.once):
             self._spent.add(change.after.id)
         self._let_go(execution)
@@ -300,7 +269,7 @@ class Engine:
 
     def lost(self, execution: Execution) -> None:
         """Somebody else has its row."""
-        self._lost += 1
+        self._tally.lost += 1
         self._let_go(execution)
 
     def gave_up(self, execution: Execution) -> None:
@@ -327,7 +296,7 @@ class Engine:
     def claim_answered(self, claimed: Claimed) -> None:
         self._worked_again()
         for change in claimed.settled:
-            self.count(change)
+            self._tally.count(change)
         for fence in claimed.cancelled:
             self._cancel(fence)
 
@@ -355,11 +324,8 @@ class Engine:
         return self.clock.now()
 
     def met_trouble(self, error: StoreError, what: str) -> None:
-        """The store refused: warn once for each kind of call until claims go well again."""
-        if what not in self._warned:
-            self._warned.add(what)
-            _log.warning("%s: %s; the runner goes on trying", what, error)
-        self._trouble = str(error)
+        """The store refused: go on trying, unless that is of no use."""
+        self._tally.met_trouble(error, what)
         if error.is_permanent or self.once is not None:
             self.fail(error)
 
@@ -375,8 +341,7 @@ class Engine:
 
     def _worked_again(self) -> None:
         if not self._unwritten:
-            self._trouble = None
-            self._warned.clear()
+            self._tally.worked_again()
 
     def looks_for_unhandled(self, pool: Pool) -> bool:
         return pool is self._pools[0]
@@ -390,26 +355,6 @@ class Engine:
             # Only by hand can a row have a name that no kind may have; it stays queued.
             if self._unhandled_rule != "leave" and name and "\0" not in name:
                 self._pools[0].adopt(_handler_of_unhandled(name, self._unhandled_rule))
-
-    def count(self, change: Change) -> None:
-        after, past = change.after, change.past
-        outcome = None if past is None else past.outcome
-        if after.state is State.SUCCEEDED:
-            self._succeeded += 1
-        elif after.state in (State.FAILED, State.DEAD):
-            self._failed += 1
-        elif outcome in ("failed", "timed out", "retry later"):
-            self._retried += 1
-        if outcome == "lost":
-            self._lost += 1
-        if after.state is State.DEAD:
-            _log.warning(
-                "job %d (%s) is dead after %d attempts: %s",
-                after.id,
-                after.kind,
-                after.attempt,
-                "" if after.failure is None else after.failure.message,
-            )
 
     # What `Jobs` tells it.
 

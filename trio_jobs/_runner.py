@@ -10,9 +10,10 @@ import trio
 
 from ._checks import is_async, name_of, seconds
 from ._clock import instant_of
-from ._engine import Engine, Once, Statistics as Statistics, Unhandled
+from ._engine import Engine, Once, Unhandled
 from ._jobs import Jobs
 from ._kinds import Handler
+from ._statistics import Statistics
 
 SHORTEST_LEASE: Final = 0.5
 """Seconds; a third of it must be enough for a renewal on a busy machine."""
