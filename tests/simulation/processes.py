@@ -29,10 +29,10 @@ from typing import Final
 
 import click
 
-from .evidence import Step
 from .fleet import Process
 from .process_plan import KINDS, Plan, RoundKind, draw
 from .process_round import Outcome, run_round
+from .report import stories, violations
 
 COMMAND: Final = "python -m tests.simulation processes"
 
@@ -45,23 +45,26 @@ _TOLD: Final = (
 )
 """What shows in the log that something rare has happened."""
 
-_SHOWN: Final = 10
 _REPORT: Final = "report.json"
 
 
-@click.command()
+@click.command("processes")
 @click.option(
     "--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Of each kind."
 )
 @click.option("--kind", type=click.Choice(KINDS), help="Only rounds of this kind.")
-@click.option("--seed", type=int, help="Of the first round; the next ones follow.")
-@click.option("--side-by-side", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option(
+    "--seed", type=click.IntRange(min=0), help="Of the first round; the next ones follow."
+)
+@click.option(
+    "--side-by-side", type=click.IntRange(min=1), default=2, show_default=True, help="At a time."
+)
 def main(rounds: int, kind: RoundKind | None, seed: int | None, side_by_side: int) -> None:
-    """Rounds with real processes on one real file, which are killed, interrupted (Ctrl-C),
-    terminated, stopped for a while, or find their disk full.
+    """Real processes on one real file.
 
-    After each round one process in good health does what is left, and judges look at what all of
-    them have told. The exit code is 1 if a promise was broken.
+    They are killed, interrupted (Ctrl-C), terminated, stopped for a while, or find their disk
+    full. After each round one process in good health does what is left, and judges look at what
+    all of them have told. The exit code is 1 if a promise was broken.
     """
     first = random.randrange(1_000_000) if seed is None else seed
     kinds = KINDS if kind is None else (kind,)
@@ -75,8 +78,8 @@ def main(rounds: int, kind: RoundKind | None, seed: int | None, side_by_side: in
             seen[what][kind] += number
         if report.is_broken:
             failed += 1
-            click.echo(f"\n{kind} {seed}: {COMMAND} --kind {kind} --seed {seed} --rounds 1")
-            click.echo(report.text)
+            click.echo(f"\n{kind} {seed}:\n{report.text}")
+            click.echo(f"again: {COMMAND} --kind {kind} --seed {seed} --rounds 1")
         # Not with a bar that has a thread: it would be forked.
         if sys.stdout.isatty() or done % 50 == 0:
             click.echo(f"\r{done} of {len(todo)} rounds, {failed} broken", nl=False)
@@ -187,16 +190,16 @@ def seen_in(outcome: Outcome) -> dict[str, int]:
 
 
 def report_of(plan: Plan, outcome: Outcome) -> str:
-    """What is wrong, and of the first job concerned all that is known."""
-    lines = [f"  {violation}" for violation in outcome.violations[:_SHOWN]]
-    if len(outcome.violations) > _SHOWN:
-        lines.append(f"  and {len(outcome.violations) - _SHOWN} more")
-    lines.append(f"  {plan}")
-    lines += [f"  {_life(process)}" for process in outcome.processes]
-    job = next((one.job for one in outcome.violations if one.job is not None), None)
-    if job is not None:
-        lines += ["", f"all that is known of job {job}:", *_story(outcome, job)]
-    return "\n".join(lines)
+    """What is wrong, and of the first jobs concerned all that is known."""
+    names = "A3 is process A, and the third life of all"
+    return "\n".join(
+        [
+            f"  {plan}",
+            *(f"  {_life(process)}" for process in outcome.processes),
+            *stories(outcome.violations, outcome.evidence, names),
+            *violations(outcome.violations),
+        ]
+    )
 
 
 def _life(process: Process) -> str:
@@ -207,39 +210,3 @@ def _life(process: Process) -> str:
         f"{process.name}: {settings.mode}, {settings.driver}, {settings.synchronous},"
         f" sent [{sent}]{killed}, ended with {process.code}"
     )
-
-
-def _story(outcome: Outcome, job: int) -> list[str]:
-    """In the order in which it happened, as far as clocks tell."""
-    history, audit = outcome.evidence.history, outcome.evidence.audit
-    told: list[tuple[int, str]] = []
-    payload = ""
-    for step in audit.steps:
-        if step.job == job:
-            payload = step.payload or payload
-            told.append((step.at, f"row {step.seq}: {_difference(step)}"))
-    for call in history.calls:
-        if job == call.job or job in call.ids or payload in call.payloads:
-            told.append((call.invoked_at, f"{call}"))
-    for start in history.starts:
-        if start.job == job:
-            told.append((start.at, f"{start}"))
-    first = min((at for at, _ in told), default=0)
-    return [f"  {(at - first) / 1e9:9.4f} {text}" for at, text in sorted(told)]
-
-
-def _difference(step: Step) -> str:
-    """What changed."""
-    if step.before is None or step.after is None:
-        return f"{step.before} -> {step.after}"
-    changes = [
-        f"{field.name} {before} -> {after}"
-        for field in dataclasses.fields(step.after)
-        if (before := getattr(step.before, field.name))
-        != (after := getattr(step.after, field.name))
-    ]
-    return ", ".join(changes) + ("" if step.outcome is None else f" ({step.outcome})")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,16 +1,25 @@
-"""What is printed of a run that failed: how to see it again, and what there is to see."""
+"""What is printed of a run that failed: what there is to see, and how to see it again."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from trio_jobs.testing import EPOCH
 
 from .coverage import NAMES
-from .evidence import Step
+from .evidence import Evidence, Step
+from .invariants import Violation
 from .runs import Result
 
+_WIDTH: Final = 160
+"""Characters of a line about a violation; its rows are whole in the story of their job."""
+_STATEMENT: Final = 100
 _MANY: Final = 10
+_EPOCH: Final = round(EPOCH.timestamp() * 1e9)
+_NAMES: Final = "2#1 is process 2 in its first life, 2#2 in its second"
 
 
 def replay(result: Result, seed_plan_size: int) -> str:
@@ -21,72 +30,118 @@ def replay(result: Result, seed_plan_size: int) -> str:
 
 
 def failure(result: Result, again: str) -> Iterator[str]:
-    """Line by line. `again`: the arguments with which the command shows it once more."""
-    violations = result.violations
-    yield f"{len(violations)} violations"
-    yield from (f"  {violation}" for violation in violations[:_MANY])
-    if len(violations) > _MANY:
-        yield f"  and {len(violations) - _MANY} more"
-    yield f"again: python -m tests.simulation {again}"
-    jobs = dict.fromkeys(one.job for one in violations if one.job is not None)
-    for job in list(jobs)[:2]:
-        yield from _story(result, job)
+    """Line by line, what matters most at the end. `again`: the arguments with which the command
+    shows it once more."""
     yield f"the last {len(result.statements)} statements:"
     for process, sql, values in result.statements:
-        yield f"  {process}: {' '.join(sql.split())[:150]} {str(values)[:150]}"
+        yield f"  {process}: {_cut(' '.join(sql.split()), _STATEMENT)} {_cut(values, _STATEMENT)}"
+    yield from stories(result.violations, result.evidence, _NAMES, epoch=_EPOCH)
+    pieces = (*result.plan.steps, *result.plan.faults, *result.plan.events)
+    if len(pieces) <= _MANY:
+        yield "what is asked for and goes wrong:"
+        for name, piece in zip(result.plan.pieces(), pieces, strict=True):
+            yield f"  {name}: {type(piece).__name__} {_fields(piece)}"
+    yield from violations(result.violations)
+    yield f"again: python -m tests.simulation {again}"
 
 
-def _story(result: Result, job: int) -> Iterator[str]:
-    """The audit of the job among all that happened meanwhile, in order."""
-    history = result.evidence.history
-    told: list[tuple[int, str]] = []
+def violations(found: Sequence[object], width: int = _WIDTH) -> Iterator[str]:
+    yield f"broken promises, {len(found)} in all:"
+    for violation in found[:_MANY]:
+        yield from (f"  {_cut(line, width)}" for line in str(violation).splitlines())
+    if len(found) > _MANY:
+        yield f"  and {len(found) - _MANY} more"
+
+
+def brief(violation: str) -> str:
+    """In one line; of a traceback its end, which says what happened."""
+    first, *traceback = violation.splitlines()
+    return _cut(f"{first} ... {traceback[-1]}" if traceback else first, _WIDTH)
+
+
+def stories(
+    found: Sequence[Violation], evidence: Evidence, names: str, *, epoch: int = 0
+) -> Iterator[str]:
+    """Of the first jobs concerned. `names` says how to read those of processes; `epoch` is where
+    an `at` of 0 is, in nanoseconds since 1970."""
+    began = min((life.started_at for life in evidence.history.lives), default=0)
+    jobs = dict.fromkeys(one.job for one in found if one.job is not None)
+    for number, job in enumerate(list(jobs)[:2]):
+        yield f"job {job}, with all that happened meanwhile:"
+        if not number:
+            yield f"  (seconds since the first start; {names}; a token is the number of a claim)"
+        for at, what in sorted(_story(evidence, job, epoch + began)):
+            yield f"  {(at - began) / 1e9:11.6f}  {what}"
+
+
+def _story(evidence: Evidence, job: int, zero: int) -> Iterator[tuple[int, str]]:
+    """The audit of the job among all that happened meanwhile."""
+    history, steps = evidence.history, evidence.audit.steps
     for life in history.lives:
-        told.append((life.started_at, f"process {life.process} starts"))
+        yield life.started_at, f"process {life.process} starts"
         if life.killed_at is not None:
-            told.append((life.killed_at, f"process {life.process} is killed"))
+            yield life.killed_at, f"process {life.process} is killed"
         if life.ended_at is not None:
-            told.append((life.ended_at, f"process {life.process} ends"))
+            yield life.ended_at, f"process {life.process} ends"
     for stop in history.stops:
-        told.append((stop.begun_at, f"an orderly stop of {stop.process} begins"))
+        yield stop.begun_at, f"an orderly stop of {stop.process} begins"
     for fault in history.faults:
-        told.append(
-            (fault.at, f"fault: {fault.what}, {fault.process or 'all'} {_until(fault.until)}")
-        )
+        until = "" if fault.until is None else f", {(fault.until - fault.at) / 1e9:.3f} s"
+        yield fault.at, f"fault: {fault.what}, {fault.process or 'all'}{until}"
+    payload = next((one.payload for one in steps if one.job == job and one.payload), None)
     for call in history.calls:
-        if call.job == job or job in call.ids:
-            told.append((call.invoked_at, f"{call.process} calls {call.verb}"))
+        if job == call.job or job in call.ids or payload in call.payloads:
+            yield call.invoked_at, f"{call.process} calls {call.verb}"
             if call.answered_at is not None:
                 answer = call.error or (call.answer if call.answer is not None else call.states)
-                told.append((call.answered_at, f"{call.verb} is {call.outcome}: {answer}"))
+                yield call.answered_at, f"{call.process}: {call.verb} is {call.outcome}: {answer}"
     for start in history.starts:
         if start.job == job:
-            told.append((start.at, f"{start.process} starts token {start.token}"))
+            yield start.at, f"{start.process} starts token {start.token}"
             if start.ended_at is not None:
-                told.append((start.ended_at, f"token {start.token}: {start.ending}"))
-    for step in result.evidence.audit.steps:
+                yield start.ended_at, f"{start.process}: token {start.token}: {start.ending}"
+    for step in steps:
         if step.job == job:
-            told.append((step.at, f"{step.who}: {_change(step)}"))
-    yield f"job {job}, with all that happened meanwhile:"
-    for at, what in sorted(told):
-        yield f"  {at / 1e9:13.6f}  {what}"
+            yield (
+                step.at,
+                f"{step.who or 'somebody'} writes (seq={step.seq}): {_change(step, zero)}",
+            )
 
 
-def _until(until: int | None) -> str:
-    return "" if until is None else f"until {until / 1e9:.3f}"
-
-
-def _change(step: Step) -> str:
+def _change(step: Step, zero: int) -> str:
     if step.after is None:
         return "removed"
-    outcome = "" if step.outcome is None else f" ({step.outcome})"
     if step.before is None:
-        return f"inserted: {step.after}"
+        return f"inserted, {_fields(step.after, zero)}"
+    outcome = "" if step.outcome is None else f" ({step.outcome})"
     changed = [
-        f"{name} {was!r} -> {now!r}"
+        f"{name} {_value(name, was, zero)} -> {_value(name, now, zero)}"
         for name in step.after.__slots__
         if (was := getattr(step.before, name)) != (now := getattr(step.after, name))
     ]
-    return f"{', '.join(changed) or 'written, nothing changed'}{outcome}"
+    return f"{', '.join(changed) or 'nothing changed'}{outcome}"
+
+
+def _fields(thing: Any, zero: int = 0) -> str:
+    """Those that say something."""
+    return ", ".join(
+        f"{field.name} {_value(field.name, value, zero)}"
+        for field in dataclasses.fields(thing)
+        if (value := getattr(thing, field.name)) != field.default and field.name != "number"
+    )
+
+
+def _value(name: str, value: object, zero: int) -> str:
+    """An instant by the same clock as the story; it is stored in microseconds since 1970."""
+    is_instant = name.endswith(("_at", "_until")) or name == "deadline"
+    if zero and is_instant and isinstance(value, int):
+        return f"{round((value * 1000 - zero) / 1e9, 6) + 0.0:.6f}"  # not -0.0
+    return repr(value)
+
+
+def _cut(thing: object, width: int) -> str:
+    text = str(thing)
+    return text if len(text) <= width else f"{text[: width - 4]} ..."
 
 
 def coverage(counts: Counter[str]) -> Iterator[str]:

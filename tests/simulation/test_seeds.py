@@ -106,6 +106,17 @@ def test_a_failure_is_made_small_and_told_with_the_line_that_repeats_it(
     assert f"--seed {failed.plan.seed} --only " in told
     assert f"-> '{CANARY}'" in told
     assert "the last " in told
+    assert told.count("2#1 is process 2 in its first life") == 1
+    assert max(map(len, told.partition("broken promises")[2].splitlines())) < 200
+    assert told.splitlines()[-1].startswith("again: ")
+
+
+def test_a_violation_is_told_in_one_line_of_its_first_words_and_how_its_traceback_ends() -> None:
+    assert report.brief("I1: job 1: is gone") == "I1: job 1: is gone"
+    assert report.brief("crash: Traceback:\n  File x\nValueError: y") == (
+        "crash: Traceback: ... ValueError: y"
+    )
+    assert len(report.brief("x" * 1000)) <= 160
 
 
 def test_the_command_runs_many_seeds_in_several_processes_and_says_which_ways_they_went() -> None:
