@@ -20,6 +20,9 @@ Simulated processes, in virtual time:
     sweep        every fault in turn, over one script
     mutants      small mistakes in a copy of the library, to see whether they are found
 
+The commands are in `__main__`, `sweep`, `power`, `processes` and `mutants`; `options` has what they
+share.
+
 Power cuts:
 
     vfs          records what reaches the disk

@@ -5,37 +5,46 @@ Without a command: runs decided by chance, one for each seed.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import Final
 
 import click
 from rich.console import Console
 from rich.progress import Progress
 
-from . import report
-from .many import Summary, run_many
+from . import mutants, power, processes, report, sweep
+from .many import ENOUGH, Summary, run_many
+from .options import refuse_beside
 from .plan import draw
 from .runs import run
 from .shrink import shrink
 
-# Each is a module with a `main(arguments)`.
-COMMANDS: Final = ("sweep", "power", "processes", "mutants")
 
-
-@click.command(epilog=f"Other commands: {', '.join(COMMANDS)}; each has a --help of its own.")
+@click.group(invoke_without_command=True)
 @click.option("--seeds", type=click.IntRange(min=1), help="How many; 500 if nothing else is said.")
-@click.option("--seed", type=int, help="Only this one, and all there is to see of it.")
-@click.option("--from", "first", type=int, default=0, show_default=True, help="The first seed.")
-@click.option("--minutes", type=float, help="As many seeds as there is time for.")
+@click.option("--seed", type=click.IntRange(min=0), help="Only this one.")
+@click.option(
+    "--from",
+    "first",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="The first seed.",
+)
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    help="As many seeds as there is time for.",
+)
 @click.option("--workers", type=click.IntRange(min=1), default=os.cpu_count(), help="Processes.")
 @click.option("--only", metavar="PIECES", help="With --seed: leave out all else of its plan.")
 @click.option("--shrink/--no-shrink", "shrinks", default=True, help="Make a failing plan small.")
+@click.pass_context
 def main(
+    context: click.Context,
     seeds: int | None,
     seed: int | None,
     first: int,
@@ -48,10 +57,18 @@ def main(
 
     After each run all is healed, and judges look at what is left. The exit code is 1 if a
     promise was broken; then the plan is made small, and printed is how to run it again.
+
+    The commands look in other ways; these options are not theirs.
     """
+    if context.invoked_subcommand is not None:
+        refuse_beside(context, context.invoked_subcommand, *context.params)
+        return
     console = Console(soft_wrap=True, highlight=False)
     if seed is not None:
+        refuse_beside(context, "--seed", "seeds", "first", "minutes", "workers")
         sys.exit(_one(console, seed, None if only is None else only.split(","), shrinks))
+    if only is not None:
+        raise click.UsageError("--only is of one --seed.")
     if seeds is None and minutes is None:
         seeds = 500
     began = time.monotonic()
@@ -75,7 +92,8 @@ def main(
     told = f"{summary.runs:,} runs in {took:.0f} s, {rate:.1f} a second, {broken} broken"
     console.print(told, markup=False)
     if summary.failed:
-        console.print(f"broken promises with the seeds {sorted(summary.failed)}", markup=False)
+        enough = "; no more were run" if broken >= ENOUGH else ""
+        console.print(f"seeds {', '.join(map(str, sorted(summary.failed)))} are broken{enough}")
         _one(console, min(summary.failed), None, shrinks)
         sys.exit(1)
 
@@ -83,7 +101,12 @@ def main(
 def _one(console: Console, seed: int, only: Sequence[str] | None, shrinks: bool) -> int:
     plan = draw(seed)
     size = len(plan.pieces())
-    result = run(plan if only is None else plan.only(only))
+    if only is not None:
+        for piece in filter(None, only):
+            if piece not in plan.pieces():
+                raise click.BadParameter(f"seed {seed} has no {piece!r}.", param_hint="--only")
+        plan = plan.only(only)
+    result = run(plan)
     if not result.violations:
         console.print(f"seed {seed}: all promises were kept")
         return 0
@@ -95,8 +118,8 @@ def _one(console: Console, seed: int, only: Sequence[str] | None, shrinks: bool)
     return 1
 
 
+for command in (sweep.main, power.main, processes.main, mutants.main):
+    main.add_command(command)
+
 if __name__ == "__main__":
-    if len(sys.argv) > 1 and sys.argv[1] in COMMANDS:
-        module = importlib.import_module(f".{sys.argv[1]}", __package__)
-        sys.exit(module.main(sys.argv[2:]))
     main()

@@ -15,7 +15,7 @@ from .plan import draw
 from .runs import run
 
 _CHUNK: Final = 10
-_ENOUGH: Final = 5
+ENOUGH: Final = 5
 """So many failing seeds, and nothing is learnt by looking for more."""
 
 
@@ -60,7 +60,7 @@ def run_many(
 
     def is_over() -> bool:
         late = until is not None and time.monotonic() >= until
-        return late or len(summary.failed) >= _ENOUGH
+        return late or len(summary.failed) >= ENOUGH
 
     def done(some: Summary) -> None:
         summary.add(some)

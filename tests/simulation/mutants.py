@@ -7,7 +7,6 @@ a change that breaks no promise; the latter say so, and why.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -18,6 +17,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
+
+import click
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 WANTED: Final = 0.95
@@ -423,15 +424,20 @@ def verdicts(mutants: Sequence[Mutant], seeds: int) -> Iterator[Verdict]:
         yield verdict_of(mutant, seeds)
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("python -m tests.simulation mutants", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=300, help="at most, for each")
-    parser.add_argument("--only", default="", help="those with this in their names")
-    options = parser.parse_args(arguments)
-    chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
+@click.command("mutants")
+@click.option("--seeds", type=click.IntRange(min=1), default=300, show_default=True, help="Each.")
+@click.option("--only", metavar="TEXT", default="", help="Those with this in their names.")
+def main(seeds: int, only: str) -> None:
+    """Planted mistakes, and whether they are found.
+
+    Each is in a copy of the library, and seeds look for it. The exit code is 1 if fewer are found
+    than should be.
+    """
+    chosen = [mutant for mutant in MUTANTS if only in mutant.name]
+    if not chosen:
+        raise click.BadParameter(f"no mutant has {only!r} in its name.", param_hint="--only")
     found = wanted = 0
-    for verdict in verdicts(chosen, options.seeds):
-        mutant, seed, seconds, how = verdict
+    for mutant, seed, seconds, how in verdicts(chosen, seeds):
         if seed is not None:
             said = f"found by seed {seed}" if seed >= 0 else "found"
         else:
@@ -439,10 +445,6 @@ def main(arguments: Sequence[str]) -> int:
         if not mutant.equivalent:
             wanted += 1
             found += seed is not None
-        print(f"{mutant.name}: {said} ({seconds:.0f} s) {how}".rstrip(), flush=True)
-    print(f"{found} of {wanted} found")
-    return 0 if found >= WANTED * wanted else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+        click.echo(f"{mutant.name}: {said} ({seconds:.0f} s) {how}".rstrip())
+    click.echo(f"{found} of {wanted} found")
+    sys.exit(found < WANTED * wanted)

@@ -1,14 +1,10 @@
 """The command: power cuts at every operation of a script, and at some of many seeds' lives.
 
-    python -m tests.simulation power [--seeds N] [--from S] [--no-script] [--seed S [--cut K]]
-        [--twice]
-
 What is demanded after a cut is in `power_judge`, what happens between two cuts in `power_life`.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import time
@@ -17,11 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import click
 from rich.progress import Progress, TextColumn
 
+from .options import refuse_beside
 from .power_judge import Again, Cut, after, cuts, wrong_at_end
 from .power_life import Life
 from .power_store import Synchronous
+from .report import violations
 from .vfs import Create, Delete, Sync, Truncate, Write
 
 CUTS: Final = 10
@@ -51,9 +50,14 @@ class Verdict:
     def report(self) -> str:
         where = "" if self.position is None else f" --cut {self.position}"
         twice = " --twice" if self.twice else ""
-        replay = f"python -m tests.simulation power --seed {self.seed}{where}{twice}"
-        wrong = (f"  {one[-2000:]}" for one in self.wrong)
-        return "\n".join([replay, *wrong, *(f"    {one}" for one in self.before)])
+        return "\n".join(
+            [
+                *(["the last operations before the cut:"] if self.before else []),
+                *(f"  {one}" for one in self.before),
+                *violations(self.wrong, width=300),
+                f"again: python -m tests.simulation power --seed {self.seed}{where}{twice}",
+            ]
+        )
 
 
 def run(seed: str, only: int | None = None, *, twice: bool = False) -> Iterator[Verdict]:
@@ -70,6 +74,10 @@ def run(seed: str, only: int | None = None, *, twice: bool = False) -> Iterator[
     yield Verdict(seed, None, wrong_at_end(life))
     positions: Sequence[int] = range(len(life.operations) + 1)
     if only is not None:
+        if only not in positions:
+            raise click.BadParameter(
+                f"the cuts of seed {seed} are 0 to {positions[-1]}.", param_hint="--cut"
+            )
         positions = [only]
     elif not is_script:
         positions = chance.choices(positions, k=CUTS)
@@ -101,32 +109,58 @@ def _last_operations(cut: Cut) -> list[str]:
     return told[-_TOLD:]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.simulation power",
-        description="Cut the power at every operation of a script, and at some of many seeds.",
-    )
-    parser.add_argument("--seeds", type=int, default=50, help="how many, after the script")
-    parser.add_argument("--no-script", action="store_true", help="leave the script out")
-    parser.add_argument("--from", type=int, default=0, dest="first", help="the first of them")
-    parser.add_argument("--seed", help=f"this one only: a number, or {', '.join(SCRIPTS)}")
-    parser.add_argument("--cut", type=int, help="of that seed, this cut only")
-    parser.add_argument(
-        "--twice", action="store_true", help="cut each life after a cut too, at every operation"
-    )
-    options = parser.parse_args(arguments)
-    scripts = [] if options.no_script else [*SCRIPTS]
-    seeds = [*scripts, *map(str, range(options.first, options.first + options.seeds))]
-    if options.seed is not None:
-        seeds = [options.seed]
+@click.command("power")
+@click.option(
+    "--seeds", type=click.IntRange(min=0), default=50, show_default=True, help="After the script."
+)
+@click.option("--no-script", is_flag=True, help="Leave the script out.")
+@click.option(
+    "--from",
+    "first",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="The first seed.",
+)
+@click.option("--seed", metavar="SEED", help=f"Only this one: a number, or {' or '.join(SCRIPTS)}.")
+@click.option("--cut", type=click.IntRange(min=0), help="With --seed: only this cut.")
+@click.option("--twice", is_flag=True, help="Cut each life after a cut too, at every operation.")
+@click.pass_context
+def main(
+    context: click.Context,
+    seeds: int,
+    no_script: bool,
+    first: int,
+    seed: str | None,
+    cut: int | None,
+    twice: bool,
+) -> None:
+    """Power cuts at any moment.
+
+    They come at every operation of a script, and at some of many seeds' lives. After each the file
+    is opened again and judges look at it. The exit code is 1 if a promise was broken; printed are
+    the last operations before the cut, and how to run it again.
+    """
+    if seed is not None:
+        refuse_beside(context, "--seed", "seeds", "first", "no_script")
+        if seed not in SCRIPTS and not seed.isdecimal():
+            known = " or ".join(SCRIPTS)
+            raise click.BadParameter(f"{seed!r} is not a number, {known}.", param_hint="--seed")
+        todo = [seed]
+    elif cut is not None:
+        raise click.UsageError("--cut is of one --seed.")
+    else:
+        todo = [*([] if no_script else SCRIPTS), *map(str, range(first, first + seeds))]
+    if not todo:
+        raise click.UsageError("--no-script and --seeds 0 leave nothing to do.")
 
     began = time.monotonic()
     count = 0
     failed: list[Verdict] = []
     with Progress(*Progress.get_default_columns(), TextColumn("{task.fields[cuts]}")) as progress:
-        task = progress.add_task("power cuts", total=len(seeds), cuts="")
-        for seed in seeds:
-            for verdict in run(seed, options.cut, twice=options.twice):
+        task = progress.add_task("power cuts", total=len(todo), cuts="")
+        for one in todo:
+            for verdict in run(one, cut, twice=twice):
                 count += verdict.position is not None
                 rate = count / (time.monotonic() - began)
                 progress.update(task, cuts=f"{count} cuts, {rate:.0f} a second")
@@ -140,9 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 break
     seconds = time.monotonic() - began
     rate = count / seconds
-    print(f"{count:,} power cuts in {seconds:.0f} s, {rate:.0f} a second, {len(failed)} violations")
-    return bool(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    click.echo(
+        f"{count:,} power cuts in {seconds:.0f} s, {rate:.0f} a second, {len(failed)} broken"
+    )
+    sys.exit(bool(failed))

@@ -39,7 +39,7 @@ SETTLES_WITHIN: Final = 1500.0
 """Seconds: the longest leases (60 s), delays, backoffs and handlers one after the other."""
 LOOKS_EVERY: Final = 10.0
 HEALER: Final = -1
-_HEALTHY: Final = ProcessPlan(
+HEALTHY: Final = ProcessPlan(
     place="here",
     clock=0.0,
     runners=1,
@@ -291,7 +291,7 @@ class _Run:
             async with trio.open_nursery() as self.nursery:
                 async with trio.open_nursery() as healing:
                     # Again and again, because a poison job may take it with it.
-                    healing.start_soon(self.keep_alive, HEALER, _HEALTHY)
+                    healing.start_soon(self.keep_alive, HEALER, HEALTHY)
                     while world.now() < until and _is_any_left(native):  # noqa: ASYNC110 - it polls
                         await trio.sleep(LOOKS_EVERY)
                     healing.cancel_scope.cancel()

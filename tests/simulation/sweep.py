@@ -7,9 +7,7 @@ Nothing is drawn here. What the script cannot do is found by chance, see `plan`.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +16,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Final
 
+import click
 from rich.console import Console
 from rich.progress import Progress
 
@@ -25,8 +24,9 @@ from trio_jobs._drivers import Values
 
 from . import report
 from .faults import is_write
-from .plan import Act, ClientStep, FaultName, KindPlan, Plan, ProcessPlan, StatementFault
-from .runs import Result, Steps, run
+from .options import refuse_beside
+from .plan import Act, ClientStep, FaultName, KindPlan, Plan, StatementFault
+from .runs import HEALTHY, Result, Steps, run
 
 WITHIN: Final = 20
 """Statements between the first fault of a pair and the second."""
@@ -41,6 +41,7 @@ PAIRS: Final[Sequence[tuple[FaultName, FaultName]]] = (
     ("commit unknown", "crash after"),
     ("full", "I/O error"),
 )
+_MANY: Final = 20
 LASTS: Final = 2.0
 """Seconds that a fault lasts which does not go away at once."""
 
@@ -53,46 +54,27 @@ _KINDS: Final = (
     KindPlan("dies", "queue 0", 2, 0.5, 1.0, "retry", 0),
     KindPlan("once", "queue 0", 3, 0.5, None, "fail", 0),
 )
-_PROCESS: Final = ProcessPlan(
-    place="here",
-    clock=0.0,
-    runners=1,
-    workers=4,
-    queues=None,
-    poll=1.0,
-    lease=3.0,
-    grace=1.0,
-    busy_timeout=0.2,
-    tidies=False,
-    latency=0.0,
-)
-
-
-def _step(number: int, at: float, kind: int = _RETRY, **asked: object) -> ClientStep:
-    step = ClientStep(number=number, at=at, process=0, verb="enqueue", kind=kind)
-    return dataclasses.replace(step, **asked)  # type: ignore[arg-type]
-
-
+_PROCESS: Final = dataclasses.replace(HEALTHY, poll=1.0, lease=3.0, grace=1.0, busy_timeout=0.2)
 _STEPS: Final = (
-    _step(0, 0.0),
-    _step(1, 0.0, _DIES),
-    _step(2, 0.0, verb="enqueue_many", count=3),
-    _step(3, 0.1, key="a"),
-    _step(4, 0.1, key="a"),
-    _step(5, 0.2, _ONCE),
-    _step(6, 0.3, deadline=0.5, delay=30.0),
-    _step(7, 0.3, deadline=0.5),
-    _step(8, 0.4, verb="enqueue_on"),
-    _step(9, 0.5, verb="enqueue_on", commits=False),
-    _step(10, 1.0, delay=30.0),
-    _step(11, 1.1, verb="cancel", target=-1),
-    _step(12, 1.2),
-    _step(13, 1.4, verb="cancel", target=-1),
-    _step(14, 1.5, _DIES),
-    _step(15, 1.6, delay=0.7),
-    _step(16, 4.0, verb="retry", target=4),
-    _step(17, 5.0, verb="prune", seconds=2.0),
-    _step(18, 5.2),
+    ClientStep(0, 0.0, 0, "enqueue"),
+    ClientStep(1, 0.0, 0, "enqueue", _DIES),
+    ClientStep(2, 0.0, 0, "enqueue_many", count=3),
+    ClientStep(3, 0.1, 0, "enqueue", key="a"),
+    ClientStep(4, 0.1, 0, "enqueue", key="a"),
+    ClientStep(5, 0.2, 0, "enqueue", _ONCE),
+    ClientStep(6, 0.3, 0, "enqueue", deadline=0.5, delay=30.0),
+    ClientStep(7, 0.3, 0, "enqueue", deadline=0.5),
+    ClientStep(8, 0.4, 0, "enqueue_on"),
+    ClientStep(9, 0.5, 0, "enqueue_on", commits=False),
+    ClientStep(10, 1.0, 0, "enqueue", delay=30.0),
+    ClientStep(11, 1.1, 0, "cancel", target=-1),
+    ClientStep(12, 1.2, 0, "enqueue"),
+    ClientStep(13, 1.4, 0, "cancel", target=-1),
+    ClientStep(14, 1.5, 0, "enqueue", _DIES),
+    ClientStep(15, 1.6, 0, "enqueue", delay=0.7),
+    ClientStep(16, 4.0, 0, "retry", target=4),
+    ClientStep(17, 5.0, 0, "prune", seconds=2.0),
+    ClientStep(18, 5.2, 0, "enqueue"),
 )
 _ACTS: Final = {
     0: [Act("return")],
@@ -151,20 +133,6 @@ class Case:
         return ",".join(f"{name}@{statement}" for name, statement in self.faults)
 
 
-def parse(text: str) -> Case:
-    """The case of that name. Raises ValueError."""
-    if text.startswith("stop@"):
-        return Case(stop_at=int(text.removeprefix("stop@")))
-    faults: list[tuple[FaultName, int]] = []
-    for part in text.split(","):
-        name, _, statement = part.partition("@")
-        known = next((one for one in SINGLE if one == name), None)
-        if known is None:
-            raise ValueError(f"there is no fault {name!r}")
-        faults.append((known, int(statement)))
-    return Case(tuple(faults))
-
-
 def plan_of(case: Case) -> Plan:
     faults = [
         StatementFault(number, 0, statement, name, LASTS, coin=bool(statement % 2))
@@ -196,6 +164,28 @@ def length() -> Length:
 
     run(SCRIPT, note_statement=note, steps=steps)
     return Length(statements, steps.taken)
+
+
+def parse(text: str, script: Length) -> Case:
+    """The case of that name. Raises ValueError."""
+    faults: list[tuple[FaultName, int]] = []
+    stop_at = None
+    for part in text.split(","):
+        name, _, digits = part.partition("@")
+        number = int(digits) if digits.isdecimal() else 0
+        known = next((one for one in SINGLE if one == name), None)
+        if known is not None:
+            faults.append((known, number))
+        elif name == "stop" and text == part:
+            stop_at = number
+        else:
+            raise ValueError(f"there is no fault {name!r} (there are {', '.join(SINGLE)}).")
+    # A second fault counts on, in what is done to mend the first.
+    numbers = [number for _, number in faults] if stop_at is None else [stop_at]
+    most = len(script.statements) if stop_at is None else script.steps
+    if numbers[0] > most or min(numbers) < 1:
+        raise ValueError(f"after the @ of {text!r} is a number from 1 to {most}.")
+    return Case(tuple(faults), stop_at)
 
 
 def singles(script: Length) -> Iterator[Case]:
@@ -233,20 +223,33 @@ def broken_by(case: Case) -> list[str]:
     return [str(violation) for violation in run_case(case).violations]
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("python -m tests.simulation sweep", description=__doc__)
-    parser.add_argument("--pairs", action="store_true", help="also two faults at a time")
-    parser.add_argument("--every", type=int, default=1, help="only each n-th case")
-    parser.add_argument("--case", help="only this one, and all there is to see of it")
-    options = parser.parse_args(arguments)
+@click.command("sweep")
+@click.option("--pairs", "with_pairs", is_flag=True, help="Also two faults at a time.")
+@click.option("--every", type=click.IntRange(min=1), default=1, help="Only each n-th case.")
+@click.option(
+    "--case", "name", metavar="CASE", help="Only this one, and all there is to see of it."
+)
+@click.pass_context
+def main(context: click.Context, with_pairs: bool, every: int, name: str | None) -> None:
+    """Every fault in turn.
+
+    Each strikes once at every statement of one script, in which jobs end in every way; and a stop
+    comes at every step of its tasks. The exit code is 1 if a promise was broken; then all that is
+    known of the first such case is printed, and how to run it again.
+    """
     console = Console(soft_wrap=True, highlight=False)
-    if options.case is not None:
-        return _show(console, parse(options.case))
     script = length()
+    if name is not None:
+        refuse_beside(context, "--case", "with_pairs", "every")
+        try:
+            case = parse(name, script)
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="--case") from None
+        sys.exit(_show(console, case))
     cases = [*singles(script), *stops(script)]
-    if options.pairs:
+    if with_pairs:
         cases += pairs(script)
-    cases = list(itertools.islice(cases, 0, None, options.every))
+    cases = cases[::every]
     console.print(
         f"{len(script.statements)} statements and {script.steps} steps of tasks:"
         f" {len(cases):,} cases"
@@ -261,14 +264,18 @@ def main(arguments: Sequence[str]) -> int:
             if broken:
                 failed.append((case, broken))
     took = time.monotonic() - began
-    console.print(f"{len(cases):,} cases in {took:.0f} s, {len(cases) / took:.1f} a second")
-    for case, broken in failed[:20]:
-        console.print(f'python -m tests.simulation sweep --case "{case}": {broken[0]}')
     if failed:
-        console.print(f"{len(failed)} cases broke promises")
-        return _show(console, failed[0][0])
-    console.print("all promises were kept")
-    return 0
+        _show(console, failed[0][0])
+        console.print("broken in all, with the first promise of each:")
+        for case, broken in failed[:_MANY]:
+            console.print(f'  --case "{case}": {report.brief(broken[0])}', markup=False)
+        if len(failed) > _MANY:
+            console.print(f"  and {len(failed) - _MANY} more")
+    rate = len(cases) / took
+    console.print(
+        f"{len(cases):,} cases in {took:.0f} s, {rate:.1f} a second, {len(failed)} broken"
+    )
+    sys.exit(bool(failed))
 
 
 def _pool() -> ProcessPoolExecutor:
@@ -277,10 +284,9 @@ def _pool() -> ProcessPoolExecutor:
 
 def _show(console: Console, case: Case) -> int:
     result = run_case(case)
+    if not result.violations:
+        console.print(f"{case}: all promises were kept")
+        return 0
     for line in report.failure(result, f'sweep --case "{case}"'):
         console.print(line, markup=False)
-    return 1 if result.violations else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    return 1

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from . import power, power_disk, power_judge, power_life
 from .power_disk import SECTOR, Disk, Image
@@ -179,15 +180,17 @@ def test_a_store_that_does_not_sync_is_caught(
 
 
 def test_a_violation_says_how_to_see_it_again(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(power_judge, "judge", lambda cut: (NOTHING, ["all is lost"]))
-    status = power.main(["--seed", "5", "--cut", "40"])
-    said = capsys.readouterr().out
+    told = CliRunner().invoke(power.main, ["--seed", "5", "--cut", "40"])
 
-    assert status == 1
-    assert "python -m tests.simulation power --seed 5 --cut 40\n  all is lost\n" in said
-    assert "    40: " in said
+    assert told.exit_code == 1
+    assert "\n  40: " in told.output
+    assert (
+        "broken promises, 1 in all:\n  all is lost\n"
+        "again: python -m tests.simulation power --seed 5 --cut 40\n"
+    ) in told.output
 
 
 def test_who_is_told_before_the_commit_is_told_too_early() -> None:

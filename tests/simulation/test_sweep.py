@@ -50,12 +50,7 @@ def test_the_script_has_every_kind_of_end() -> None:
     "name", ["stop@17", "crash after@40", "I/O error@33,crash before@41"], ids=lambda name: name
 )
 def test_a_case_is_its_name(name: str) -> None:
-    assert str(sweep.parse(name)) == name
-
-
-def test_an_unknown_fault_is_refused() -> None:
-    with pytest.raises(ValueError, match="there is no fault 'rain'"):
-        sweep.parse("rain@3")
+    assert str(sweep.parse(name, sweep.length())) == name
 
 
 def test_some_of_the_cases_keep_all_promises() -> None:
