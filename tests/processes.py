@@ -158,8 +158,7 @@ class Child:
         """SIGSTOP it at a moment when it does not hold the write lock of the file."""
         for _ in range(100):
             self.send(signal.SIGSTOP)
-            # A matter of microseconds, and the test has nothing else to do: it may block.
-            os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)  # noqa: ASYNC222
+            os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)  # noqa: ASYNC222 - microseconds
             if not is_locked(db):
                 return
             self.send(signal.SIGCONT)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from datetime import datetime, timedelta
 from functools import partial
@@ -21,8 +22,8 @@ import trio_jobs
 from trio_jobs import Attempt, Handler, Job, Jobs, Kind, Runner, SqliteStore, StoreError
 from trio_jobs._batch import Write
 from trio_jobs._connections import need
-from trio_jobs._drivers import Connection
-from trio_jobs._model import Claim, Claimed, ClaimedJob, Row
+from trio_jobs._drivers import Connection, Record, Values
+from trio_jobs._model import Claim, Claimed, ClaimedJob, NewJob, Row
 from trio_jobs.testing import EPOCH
 
 S = TypeVar("S", bound=SqliteStore)
@@ -30,6 +31,8 @@ S = TypeVar("S", bound=SqliteStore)
 Does: TypeAlias = Callable[[Attempt[Any, Any]], Awaitable[Any]]
 
 STORES = ["memory", "file"]
+LONG = 20.0
+"""Seconds after which something hangs."""
 
 
 def make_store(where: str, folder: Path, cls: type[S], **settings: Any) -> S:
@@ -138,6 +141,44 @@ async def forever(attempt: Attempt[Any, Any]) -> None:
     await trio.sleep_forever()
 
 
+# Threads.
+
+
+def in_threads(calls: Sequence[Callable[[], object]]) -> None:
+    """Run them all at once; the first error is raised."""
+    errors: list[BaseException] = []
+
+    def run(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=[call]) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG)
+    if errors:
+        raise errors[0]
+
+
+@contextlib.contextmanager
+def real_timeout(seconds: float) -> Iterator[None]:
+    """`trio.fail_after` of the wall clock, for a virtual one that may stand still for ever."""
+    token = trio.lowlevel.current_trio_token()
+    scope = trio.CancelScope()
+    timer = threading.Timer(seconds, token.run_sync_soon, [scope.cancel])
+    timer.start()
+    try:
+        with scope:
+            yield
+    finally:
+        timer.cancel()
+    if scope.cancelled_caught:
+        raise trio.TooSlowError
+
+
 # Cancelling.
 
 
@@ -178,7 +219,20 @@ async def is_cancelled_after(
     return instrument.scope.cancelled_caught, instrument.steps_left <= 0
 
 
-# Looking at rows.
+# Rows.
+
+
+def new_job(kind: str = "mail", **fields: Any) -> NewJob:
+    defaults: dict[str, Any] = {
+        "payload": b"[1]",
+        "raw": False,
+        "priority": 0,
+        "enqueued_at": 100,
+        "run_at": 100,
+        "deadline": None,
+        "key": None,
+    }
+    return NewJob(kind=kind, **{**defaults, **fields})
 
 
 async def row_of(jobs: Jobs, job: Job[Any] | int) -> Row:
@@ -247,6 +301,31 @@ async def abandon(
     jobs._bridge.submit(write)
     claimed: Claimed = await jobs._bridge.outcome_of(write)
     return claimed.jobs
+
+
+class PassThrough:
+    """A connection that does what the real one does, but for what a test changes."""
+
+    def __init__(self, real: Connection) -> None:
+        self.real = real
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        return self.real.version
+
+    @property
+    def in_transaction(self) -> bool:
+        return self.real.in_transaction
+
+    @property
+    def total_changes(self) -> int:
+        return self.real.total_changes
+
+    def execute(self, sql: str, values: Values = ()) -> list[Record]:
+        return self.real.execute(sql, values)
+
+    def close(self) -> None:
+        self.real.close()
 
 
 class Trouble(SqliteStore):

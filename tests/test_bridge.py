@@ -18,7 +18,7 @@ import outcome
 import pytest
 import trio
 import trio.testing
-from stories import is_cancelled_after
+from stories import PassThrough, is_cancelled_after
 from trio.testing import MockClock
 
 import trio_jobs
@@ -319,25 +319,13 @@ async def test_items_that_raise_fail_only_their_own_call(store: SqliteStore) -> 
     assert [type(one) for one in outcomes] == [outcome.Value, outcome.Error, outcome.Value]
 
 
-class FaultyConnection:
+class FaultyConnection(PassThrough):
     """A connection that does something else on its next COMMITs."""
 
     def __init__(self, real: Connection, faults: list[str]) -> None:
-        self._real = real
+        super().__init__(real)
         self._faults = faults
         self._is_blind = False
-
-    @property
-    def version(self) -> tuple[int, ...]:
-        return self._real.version
-
-    @property
-    def in_transaction(self) -> bool:
-        return self._real.in_transaction
-
-    @property
-    def total_changes(self) -> int:
-        return self._real.total_changes
 
     def execute(self, sql: str, values: Values = ()) -> list[Record]:
         if self._is_blind and sql.startswith("SELECT"):
@@ -345,16 +333,13 @@ class FaultyConnection:
             raise StoreError("disk I/O error")
         fault = self._faults.pop(0) if sql == "COMMIT" and self._faults else ""
         if "before" in fault:
-            self._real.execute("ROLLBACK")
+            self.real.execute("ROLLBACK")
         elif "after" in fault:
-            self._real.execute(sql, values)
+            self.real.execute(sql, values)
         if not fault:
-            return self._real.execute(sql, values)
+            return self.real.execute(sql, values)
         self._is_blind = "blind" in fault
         raise StoreError("disk I/O error")
-
-    def close(self) -> None:
-        self._real.close()
 
 
 def make_faulty(store: SqliteStore) -> list[str]:

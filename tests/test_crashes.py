@@ -6,12 +6,11 @@ import contextlib
 import shutil
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import trio
-from stories import TIMES, abandon, at
+from stories import TIMES, PassThrough, abandon, at
 from trio.testing import MockClock
 
 import trio_jobs
@@ -36,31 +35,23 @@ class Power:
         self.is_off = False
 
 
-class PoweredConnection:
+class PoweredConnection(PassThrough):
     def __init__(self, real: Connection, power: Power) -> None:
-        self._real = real
+        super().__init__(real)
         self._power = power
-        self.version = real.version
 
     @property
     def in_transaction(self) -> bool:
-        return not self._power.is_off and self._real.in_transaction
-
-    @property
-    def total_changes(self) -> int:
-        return self._real.total_changes
+        return not self._power.is_off and super().in_transaction
 
     def execute(self, sql: str, values: Values = ()) -> list[Record]:
         self._power.statements += 1
         if self._power.statements == self._power.off_at:
             self._power.is_off = True
-            self._real.close()  # nothing is committed by that
+            self.real.close()  # nothing is committed by that
         if self._power.is_off:
             raise StoreError("the process is gone")
-        return self._real.execute(sql, values)
-
-    def close(self) -> None:
-        self._real.close()
+        return super().execute(sql, values)
 
 
 def powered(path: Path, power: Power) -> SqliteStore:
@@ -102,14 +93,8 @@ async def work(path: Path, power: Power) -> None:
             )
 
 
-@contextlib.contextmanager
-def reading(path: Path) -> Iterator[sqlite3.Connection]:
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        yield connection
-
-
 def rows(path: Path, which: str) -> list[Any]:
-    with reading(path) as connection:
+    with contextlib.closing(sqlite3.connect(path)) as connection:
         return connection.execute(ALL.replace("ORDER", f"WHERE {which} ORDER")).fetchall()
 
 
@@ -144,5 +129,5 @@ async def test_L3_a_process_that_dies_at_any_statement_leaves_every_move_whole_o
         assert rows(path, untouched) == rows(tmp_path / "before.db", untouched)
         assert rows(path, f"state < 3 AND NOT ({untouched})") == []
         assert starts == Counter(payload_of[id] for id in unfinished)
-        with reading(path) as connection:
+        with contextlib.closing(sqlite3.connect(path)) as connection:
             assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]

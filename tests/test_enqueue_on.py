@@ -8,7 +8,7 @@ import math
 import sqlite3
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
+from stories import LONG, in_threads, real_timeout
 from trio.testing import MockClock
 
 import trio_jobs
@@ -35,8 +36,6 @@ from trio_jobs import (
 
 EPOCH = testing.EPOCH
 CANARY = "hunter2-XYZ"
-LONG = 20.0
-"""Seconds after which something hangs."""
 
 number = Kind("number", int, int)
 
@@ -44,41 +43,6 @@ number = Kind("number", int, int)
 @number.handled_by
 async def double(attempt: Attempt[int, int]) -> int:
     return 2 * attempt.payload
-
-
-@contextlib.contextmanager
-def real_timeout(seconds: float = LONG) -> Iterator[None]:
-    """`trio.fail_after` of the wall clock, for a virtual one that may stand still for ever."""
-    token = trio.lowlevel.current_trio_token()
-    scope = trio.CancelScope()
-    timer = threading.Timer(seconds, token.run_sync_soon, [scope.cancel])
-    timer.start()
-    try:
-        with scope:
-            yield
-    finally:
-        timer.cancel()
-    if scope.cancelled_caught:
-        raise trio.TooSlowError
-
-
-def in_threads(calls: Sequence[Callable[[], object]]) -> None:
-    """Run them all at once; the first error is raised."""
-    errors: list[BaseException] = []
-
-    def run(call: Callable[[], object]) -> None:
-        try:
-            call()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=[call]) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LONG)
-    if errors:
-        raise errors[0]
 
 
 @dataclass

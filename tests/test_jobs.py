@@ -12,8 +12,9 @@ import random
 import sqlite3
 import subprocess
 import sys
+import textwrap
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta, timezone
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from stories import is_cancelled_after
+from stories import LONG, PassThrough, in_threads, is_cancelled_after, real_timeout
 from trio.testing import MockClock, assert_checkpoints
 
 import trio_jobs
@@ -51,8 +52,6 @@ EPOCH = testing.EPOCH
 INDIA = timezone(timedelta(hours=5, minutes=30))
 YEAR_9999 = datetime.max.replace(tzinfo=UTC)
 CANARY = "hunter2-XYZ"
-LONG = 20.0
-"""Seconds after which something hangs."""
 
 number = Kind("number", int, int)
 work = Kind("work", str, str, retry=Retry(attempts=1))
@@ -117,20 +116,28 @@ async def output_of(process: subprocess.Popen[str], said: str = "") -> str:
     return out
 
 
-@contextlib.contextmanager
-def real_timeout(seconds: float = LONG) -> Iterator[None]:
-    """`trio.fail_after` of the wall clock, for a virtual one that may stand still for ever."""
-    token = trio.lowlevel.current_trio_token()
-    scope = trio.CancelScope()
-    timer = threading.Timer(seconds, token.run_sync_soon, [scope.cancel])
-    timer.start()
-    try:
-        with scope:
-            yield
-    finally:
-        timer.cancel()
-    if scope.cancelled_caught:
-        raise trio.TooSlowError
+async def said_at_once(count: int, code: str, path: Path) -> list[Any]:
+    """What so many processes print as JSON that begin with this at the same moment."""
+    processes = [
+        run_python(
+            "async def main():\n"
+            "    async with open_jobs(sys.argv[1]) as jobs:\n"
+            "        print('ready', flush=True)\n"
+            "        sys.stdin.readline()\n"
+            f"{textwrap.indent(textwrap.dedent(code), ' ' * 8)}\n"
+            "trio.run(main)",
+            path,
+        )
+        for _ in range(count)
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        await trio.to_thread.run_sync(process.stdout.readline)
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    return [json.loads(await output_of(process)) for process in processes]
 
 
 # Opening.
@@ -574,34 +581,19 @@ async def test_payloads_that_raise_while_they_are_made_keep_all_of_them_out(jobs
     assert await jobs.find() == []
 
 
-class FailsAt:
+class FailsAt(PassThrough):
     """A connection whose n-th INSERT of jobs fails."""
 
     def __init__(self, real: Connection, state: dict[str, int]) -> None:
-        self._real = real
+        super().__init__(real)
         self._state = state
-
-    @property
-    def version(self) -> tuple[int, ...]:
-        return self._real.version
-
-    @property
-    def in_transaction(self) -> bool:
-        return self._real.in_transaction
-
-    @property
-    def total_changes(self) -> int:
-        return self._real.total_changes
 
     def execute(self, sql: str, values: Values = ()) -> list[Record]:
         if "INSERT INTO trio_jobs_job" in sql and not sql.lstrip().startswith("CREATE"):
             self._state["left"] -= 1
             if self._state["left"] == 0:
                 raise StoreError("disk I/O error")
-        return self._real.execute(sql, values)
-
-    def close(self) -> None:
-        self._real.close()
+        return super().execute(sql, values)
 
 
 async def test_many_jobs_are_one_transaction(store: SqliteStore) -> None:
@@ -748,47 +740,17 @@ def test_U1_16_threads_that_enqueue_one_key_get_one_job(tmp_path: Path) -> None:
         assert connection.execute("SELECT count(*) FROM trio_jobs_job").fetchone() == (50,)
 
 
-def in_threads(calls: Sequence[Callable[[], object]]) -> None:
-    """Run them all at once; the first error is raised."""
-    errors: list[BaseException] = []
-
-    def run(call: Callable[[], object]) -> None:
-        try:
-            call()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=[call]) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LONG)
-    if errors:
-        raise errors[0]
-
-
 async def test_U1_processes_that_enqueue_one_key_get_one_job(tmp_path: Path) -> None:
     path = tmp_path / "jobs.db"
-    processes = [
-        run_python(
-            "async def main():\n"
-            "    async with open_jobs(sys.argv[1]) as jobs:\n"
-            "        print('ready', flush=True)\n"
-            "        sys.stdin.readline()\n"
-            "        ids = [(await jobs.enqueue(number, n, key=str(n))).id for n in range(200)]\n"
-            "        print(json.dumps(ids))\n"
-            "trio.run(main)",
-            path,
-        )
-        for _ in range(3)
-    ]
-    for process in processes:
-        assert process.stdout is not None
-        await trio.to_thread.run_sync(process.stdout.readline)
-    said = [process.stdin.write("go\n") for process in processes if process.stdin is not None]
-    ids = [json.loads(await output_of(process)) for process in processes]
+    ids = await said_at_once(
+        3,
+        """
+        ids = [(await jobs.enqueue(number, n, key=str(n))).id for n in range(200)]
+        print(json.dumps(ids))
+        """,
+        path,
+    )
 
-    assert len(said) == 3
     assert ids[0] == ids[1] == ids[2]
     assert len(set(ids[0])) == 200
 
@@ -1350,33 +1312,20 @@ async def test_K5_retries_from_two_processes_give_one_new_life(tmp_path: Path) -
     async with trio_jobs.open_jobs(path) as jobs:
         for job in await jobs.enqueue_many(number, range(100)):
             await jobs.cancel(job)
-    processes = [
-        run_python(
-            "async def main():\n"
-            "    async with open_jobs(sys.argv[1]) as jobs:\n"
-            "        print('ready', flush=True)\n"
-            "        sys.stdin.readline()\n"
-            "        outcomes = []\n"
-            "        for id in range(1, 101):\n"
-            "            try:\n"
-            "                await jobs.retry(id)\n"
-            "                outcomes.append(True)\n"
-            "            except StateError:\n"
-            "                outcomes.append(False)\n"
-            "        print(json.dumps(outcomes))\n"
-            "trio.run(main)",
-            path,
-        )
-        for _ in range(2)
-    ]
-    for process in processes:
-        assert process.stdout is not None
-        await trio.to_thread.run_sync(process.stdout.readline)
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    outcomes = [json.loads(await output_of(process)) for process in processes]
+    outcomes = await said_at_once(
+        2,
+        """
+        outcomes = []
+        for id in range(1, 101):
+            try:
+                await jobs.retry(id)
+                outcomes.append(True)
+            except StateError:
+                outcomes.append(False)
+        print(json.dumps(outcomes))
+        """,
+        path,
+    )
 
     assert [sorted(pair) for pair in zip(*outcomes, strict=True)] == [[False, True]] * 100
     async with trio_jobs.open_jobs(path) as jobs:
@@ -1533,19 +1482,12 @@ async def file_jobs(tmp_path: Path) -> AsyncIterator[Jobs]:
 NOT_JSON = [b"not json", b"\xff\x00", b"[" * 100_000, b"", b'{"a": NaN}', b"\xed\xa0\x80", b"1 2"]
 
 
-@contextlib.contextmanager
-def edited_by_hand(path: Path) -> Iterator[sqlite3.Connection]:
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        yield connection
-        connection.commit()
-
-
 async def test_P1_a_result_that_is_not_json_hurts_only_who_reads_it(
     file_jobs: Jobs, tmp_path: Path
 ) -> None:
     made = await file_jobs.enqueue_many(number, range(len(NOT_JSON) + 1))
     await trio_jobs.run_once(file_jobs, [double])
-    with edited_by_hand(tmp_path / "jobs.db") as connection:
+    with contextlib.closing(sqlite3.connect(tmp_path / "jobs.db")) as connection, connection:
         for one, data in zip(made, NOT_JSON, strict=False):
             connection.execute("UPDATE trio_jobs_job SET result = ? WHERE id = ?", (data, one.id))
     found = await file_jobs.find(kind=number)
@@ -1571,7 +1513,7 @@ async def test_P1_a_row_with_nonsense_in_a_text_column_can_be_listed_and_shown(
     nonsense = [b"\xff\x00\xfe", "a\0b", b"x" * 1_000_000, 5, 1.5]
     bad = await file_jobs.enqueue_many(number, range(5), keys=list("abcde"))
     good = await file_jobs.enqueue(number, 2, key="good")
-    with edited_by_hand(tmp_path / "jobs.db") as connection:
+    with contextlib.closing(sqlite3.connect(tmp_path / "jobs.db")) as connection, connection:
         for job, data in zip(bad, nonsense, strict=True):
             connection.execute(
                 f"UPDATE trio_jobs_job SET failure = 'no', {column} = ? WHERE id = ?",
@@ -1594,7 +1536,7 @@ async def test_P1_an_instant_that_no_datetime_can_show_is_clamped(
 ) -> None:
     job = await file_jobs.enqueue(number, 1)
     for instant in (-(2**63), -1, 0, 2**62, 2**63 - 1):
-        with edited_by_hand(tmp_path / "jobs.db") as connection:
+        with contextlib.closing(sqlite3.connect(tmp_path / "jobs.db")) as connection, connection:
             connection.execute(f"UPDATE trio_jobs_job SET {column} = ?", (instant,))
 
         found = await file_jobs.get(job)

@@ -20,7 +20,7 @@ from typing import ParamSpec, TypeAlias, TypeVar
 
 import pytest
 import trio
-from stories import finished, serving
+from stories import PassThrough, finished, serving
 
 import trio_jobs
 from trio_jobs import Attempt, Jobs, Kind, RetryLater, SqliteStore, _checkpoints
@@ -72,32 +72,20 @@ LONG = 5.0
 """Seconds in which a loop that is free ticks, on the busiest machine."""
 
 
-class HeldConnection:
+class HeldConnection(PassThrough):
     """Each statement takes until the loop has gone on."""
 
     def __init__(self, real: Connection, ticker: Ticker) -> None:
-        self._real = real
+        super().__init__(real)
         self._ticker = ticker
-
-    @property
-    def version(self) -> tuple[int, ...]:
-        return self._real.version
-
-    @property
-    def in_transaction(self) -> bool:
-        return self._real.in_transaction
-
-    @property
-    def total_changes(self) -> int:
-        return self._real.total_changes
 
     def execute(self, sql: str, values: Values = ()) -> list[Record]:
         self._ticker.wait(" ".join(sql.split()[:2]).partition("(")[0])
-        return self._real.execute(sql, values)
+        return super().execute(sql, values)
 
     def close(self) -> None:
         self._ticker.wait("close")
-        self._real.close()
+        super().close()
 
 
 def hold(store: SqliteStore, ticker: Ticker) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stories import writer
-from test_sqlite import Lock, Spies, add, fails_at, new
+from stories import new_job as new, writer
+from test_sqlite import Lock, Spies, add, fails_at
 
 from trio_jobs import StoreError, _lifecycle
 from trio_jobs._drivers import Driver

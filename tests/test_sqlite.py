@@ -22,7 +22,7 @@ from typing import Any
 
 import apsw
 import pytest
-from stories import reader, writer
+from stories import PassThrough, new_job as new, reader, writer
 
 from trio_jobs import StoreBusy, StoreError, _connections, _lifecycle, _schema
 from trio_jobs._connections import has_reset_bug
@@ -61,19 +61,6 @@ def opened(store: SqliteStore) -> Iterator[SqliteStore]:
         store.close()
 
 
-def new(kind: str = "mail", **fields: Any) -> NewJob:
-    defaults: dict[str, Any] = {
-        "payload": b"[1]",
-        "raw": False,
-        "priority": 0,
-        "enqueued_at": 100,
-        "run_at": 100,
-        "deadline": None,
-        "key": None,
-    }
-    return NewJob(kind=kind, **{**defaults, **fields})
-
-
 def add(store: SqliteStore, *jobs: NewJob) -> list[Row]:
     with store.transaction():
         return [row for row, _ in store.add(jobs)]
@@ -97,35 +84,24 @@ def count(store: SqliteStore) -> int:
     return sum(store.counts(None).values())
 
 
-class Spy:
+class Spy(PassThrough):
     """A connection that tells `before` of each statement, which may raise, and then `after`."""
 
-    def __init__(self, inner: Connection, spies: Spies, number: int) -> None:
-        self.inner = inner
+    def __init__(self, real: Connection, spies: Spies, number: int) -> None:
+        super().__init__(real)
         self.spies = spies
         self.number = number
 
     @property
     def version(self) -> tuple[int, ...]:
-        return self.spies.version or self.inner.version
-
-    @property
-    def in_transaction(self) -> bool:
-        return self.inner.in_transaction
-
-    @property
-    def total_changes(self) -> int:
-        return self.inner.total_changes
+        return self.spies.version or super().version
 
     def execute(self, sql: str, values: Values = ()) -> list[Record]:
         self.spies.log.append((self.number, sql, values))
         self.spies.before(sql)
-        records = self.inner.execute(sql, values)
+        records = super().execute(sql, values)
         self.spies.after(sql)
         return records
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 class Spies:

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from stories import TIMES
+from stories import TIMES, new_job as new
 
 from trio_jobs import StoreError, _lifecycle
 from trio_jobs._lifecycle import (
@@ -68,19 +68,6 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     store.open()
     yield store
     store.close()
-
-
-def new(kind: str = "mail", **fields: Any) -> NewJob:
-    defaults: dict[str, Any] = {
-        "payload": b"[1]",
-        "raw": False,
-        "priority": 0,
-        "enqueued_at": 100,
-        "run_at": 100,
-        "deadline": None,
-        "key": None,
-    }
-    return NewJob(kind=kind, **{**defaults, **fields})
 
 
 def policy(attempts: int = 3, on_interrupt: Any = "retry") -> Policy:
