@@ -361,23 +361,14 @@ async def keys_in(bridge: Bridge) -> list[str | None]:
     return [row.key for row in rows]
 
 
-async def test_a_commit_that_took_place_though_it_failed_is_a_success(store: SqliteStore) -> None:
+@pytest.mark.parametrize("took_place", [True, False])
+async def test_after_a_commit_that_failed_once_each_write_is_done_once_whether_it_took_place_or_not(
+    store: SqliteStore, took_place: bool
+) -> None:
     faults = make_faulty(store)
 
     async with open_bridge(store) as bridge:
-        faults.append("after")
-        outcomes = await add_together(bridge, 3)
-        keys = await keys_in(bridge)
-
-    assert [type(one) for one in outcomes] == [outcome.Value] * 3
-    assert keys == ["0", "1", "2"]
-
-
-async def test_a_commit_that_failed_once_is_repeated_write_by_write(store: SqliteStore) -> None:
-    faults = make_faulty(store)
-
-    async with open_bridge(store) as bridge:
-        faults.append("before")
+        faults.append("after" if took_place else "before")
         outcomes = await add_together(bridge, 3)
         keys = await keys_in(bridge)
 
@@ -772,7 +763,8 @@ async def test_M4_50_tasks_that_are_cancelled_at_random_disturb_nobody(
     async def enqueue(jobs: Jobs, task: int) -> None:
         for number in range(10):
             with trio.CancelScope() as scope:
-                scopes.append(scope)
+                if number:  # not the first, or on a busy disk none would ever return
+                    scopes.append(scope)
                 await jobs.enqueue(kind, number, key=f"{task}/{number}")
                 returned.add(f"{task}/{number}")
             if scope.cancelled_caught:

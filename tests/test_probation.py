@@ -36,39 +36,39 @@ async def lost(jobs: Jobs, kind: Kind[None, None], count: int) -> list[Job[None]
     return enqueued
 
 
+async def starts_of_lost(jobs: Jobs, count: int, *, takes: float, workers: int) -> list[float]:
+    """When those of so many lost jobs were started that take so long each."""
+    handle = Script(sleeps(takes))
+    enqueued = await lost(jobs, plain, count)
+    async with serving(jobs, plain.handled_by(handle), workers=workers):
+        await finished(jobs, *enqueued)
+    return handle.starts
+
+
 async def test_R5_lost_jobs_start_1_2_4_8_at_a_time_while_none_has_proven_itself_but_by_time(
     jobs: Jobs, autojump_clock: MockClock
 ) -> None:
     """Proven after one second."""
-    handle = Script(sleeps(100))
-    enqueued = await lost(jobs, plain, 20)
-    async with serving(jobs, plain.handled_by(handle), workers=20):
-        await finished(jobs, *enqueued)
+    starts = await starts_of_lost(jobs, 20, takes=100, workers=20)
 
-    assert handle.starts == [0] + [1] * 2 + [2] * 4 + [3] * 8 + [4] * 5
+    assert starts == [0] + [1] * 2 + [2] * 4 + [3] * 8 + [4] * 5
 
 
 async def test_R5_the_end_of_a_lost_job_lets_the_next_ones_start_at_once(
     jobs: Jobs, autojump_clock: MockClock
 ) -> None:
     """However it ended: proven is that it does not take the process with it."""
-    handle = Script(sleeps(0.125))
-    enqueued = await lost(jobs, plain, 20)
-    async with serving(jobs, plain.handled_by(handle), workers=20):
-        await finished(jobs, *enqueued)
+    starts = await starts_of_lost(jobs, 20, takes=0.125, workers=20)
 
-    assert handle.starts == [0] + [0.125] * 2 + [0.25] * 4 + [0.375] * 8 + [0.5] * 5
+    assert starts == [0] + [0.125] * 2 + [0.25] * 4 + [0.375] * 8 + [0.5] * 5
 
 
 async def test_R5_no_more_lost_jobs_start_than_there_are_workers(
     jobs: Jobs, autojump_clock: MockClock
 ) -> None:
-    handle = Script(sleeps(10))
-    enqueued = await lost(jobs, plain, 7)
-    async with serving(jobs, plain.handled_by(handle), workers=3):
-        await finished(jobs, *enqueued)
+    starts = await starts_of_lost(jobs, 7, takes=10, workers=3)
 
-    assert handle.starts == [0, 1, 1, 10, 11, 11, 20]
+    assert starts == [0, 1, 1, 10, 11, 11, 20]
 
 
 async def test_a_claim_moves_no_more_lost_rows_than_it_may_start(

@@ -17,7 +17,7 @@ from rich.progress import Progress
 
 from . import mutants, power, processes, report, sweep
 from .many import ENOUGH, Summary, run_many
-from .options import refuse_beside
+from .options import first_option, refuse_beside
 from .plan import draw
 from .runs import run
 from .shrink import shrink
@@ -26,14 +26,7 @@ from .shrink import shrink
 @click.group(invoke_without_command=True)
 @click.option("--seeds", type=click.IntRange(min=1), help="How many; 500 if nothing else is said.")
 @click.option("--seed", type=click.IntRange(min=0), help="Only this one.")
-@click.option(
-    "--from",
-    "first",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="The first seed.",
-)
+@first_option
 @click.option(
     "--minutes",
     type=click.FloatRange(min=0, min_open=True),

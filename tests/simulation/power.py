@@ -16,7 +16,7 @@ from typing import Final
 import click
 from rich.progress import Progress, TextColumn
 
-from .options import refuse_beside
+from .options import first_option, refuse_beside
 from .power_judge import Again, Cut, after, cuts, wrong_at_end
 from .power_life import Life
 from .power_store import Synchronous
@@ -114,14 +114,7 @@ def _last_operations(cut: Cut) -> list[str]:
     "--seeds", type=click.IntRange(min=0), default=50, show_default=True, help="After the script."
 )
 @click.option("--no-script", is_flag=True, help="Leave the script out.")
-@click.option(
-    "--from",
-    "first",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="The first seed.",
-)
+@first_option
 @click.option("--seed", metavar="SEED", help=f"Only this one: a number, or {' or '.join(SCRIPTS)}.")
 @click.option("--cut", type=click.IntRange(min=0), help="With --seed: only this cut.")
 @click.option("--twice", is_flag=True, help="Cut each life after a cut too, at every operation.")
