@@ -415,7 +415,7 @@ def verdict_of(mutant: Mutant, seeds: int) -> Verdict:
         mutant,
         None if found is None else int(found[1]),
         seconds,
-        "" if how is None else how[1][:150],
+        "" if how is None else how[1][:90],
     )
 
 

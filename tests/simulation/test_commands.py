@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner
 
@@ -60,3 +64,16 @@ def test_each_command_is_named_and_has_a_help_of_its_own() -> None:
         helped = CliRunner().invoke(main, [command, "--help"])
         assert helped.exit_code == 0
         assert "Options:" in helped.output
+
+
+def test_what_README_says_is_understood() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    told = re.findall(r"-m tests\.simulation ?([^`\n]*)", readme)
+
+    assert told
+    for arguments in map(shlex.split, told):
+        command = main.commands.get(arguments[0])
+        if command is None:
+            main.make_context("", arguments)
+        else:
+            command.make_context("", arguments[1:])
