@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -220,7 +221,10 @@ def pairs(script: Length) -> Iterator[Case]:
 
 
 def broken_by(case: Case) -> list[str]:
-    return [str(violation) for violation in run_case(case).violations]
+    try:
+        return [str(violation) for violation in run_case(case).violations]
+    except Exception:  # run alone, it shows its traceback
+        return [traceback.format_exc()]
 
 
 @click.command("sweep")
@@ -264,18 +268,15 @@ def main(context: click.Context, with_pairs: bool, every: int, name: str | None)
             if broken:
                 failed.append((case, broken))
     took = time.monotonic() - began
-    if failed:
-        _show(console, failed[0][0])
-        console.print("broken in all, with the first promise of each:")
-        for case, broken in failed[:_MANY]:
-            console.print(f'  --case "{case}": {report.brief(broken[0])}', markup=False)
-        if len(failed) > _MANY:
-            console.print(f"  and {len(failed) - _MANY} more")
     rate = len(cases) / took
     console.print(
         f"{len(cases):,} cases in {took:.0f} s, {rate:.1f} a second, {len(failed)} broken"
     )
-    sys.exit(bool(failed))
+    for case, broken in failed[:_MANY]:
+        console.print(f'  --case "{case}": {report.brief(broken[0])}', markup=False)
+    if len(failed) > _MANY:
+        console.print(f"  and {len(failed) - _MANY} more")
+    sys.exit(_show(console, failed[0][0]) if failed else 0)
 
 
 def _pool() -> ProcessPoolExecutor:

@@ -5,10 +5,15 @@ from __future__ import annotations
 from itertools import islice
 
 import pytest
+from click.testing import CliRunner
 from stories import TIMES
 
+from trio_jobs import _lifecycle
+from trio_jobs._model import Failure
+
 from . import sweep
-from .runs import run
+from .plan import CANARY
+from .runs import Result, run
 
 EVERY = max(1, 3000 // TIMES)
 
@@ -51,6 +56,31 @@ def test_the_script_has_every_kind_of_end() -> None:
 )
 def test_a_case_is_its_name(name: str) -> None:
     assert str(sweep.parse(name, sweep.length())) == name
+
+
+def test_a_case_alone_is_told_whole_with_the_line_that_repeats_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arguments = ["--case", "crash before@81"]
+    kept = CliRunner().invoke(sweep.main, arguments)
+    monkeypatch.setattr(_lifecycle, "WORKER_LOST", Failure(CANARY))
+    broken = CliRunner().invoke(sweep.main, arguments)
+
+    assert (kept.exit_code, kept.output) == (0, "crash before@81: all promises were kept\n")
+    assert broken.exit_code == 1
+    assert broken.output.endswith(
+        'again: python -m tests.simulation sweep --case "crash before@81"\n'
+    )
+
+
+def test_a_case_that_cannot_be_judged_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(case: sweep.Case) -> Result:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(sweep, "run_case", fails)
+    [broken] = sweep.broken_by(sweep.Case())
+
+    assert "ZeroDivisionError" in broken
 
 
 def test_some_of_the_cases_keep_all_promises() -> None:
