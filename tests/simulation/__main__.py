@@ -86,7 +86,7 @@ def main(
     console.print(told, markup=False)
     if summary.failed:
         enough = "; no more were run" if broken >= ENOUGH else ""
-        console.print(f"seeds {', '.join(map(str, sorted(summary.failed)))} are broken{enough}")
+        console.print(f"broken seeds: {', '.join(map(str, sorted(summary.failed)))}{enough}")
         _one(console, min(summary.failed), None, shrinks)
         sys.exit(1)
 

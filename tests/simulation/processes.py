@@ -191,12 +191,12 @@ def seen_in(outcome: Outcome) -> dict[str, int]:
 
 def report_of(plan: Plan, outcome: Outcome) -> str:
     """What is wrong, and of the first jobs concerned all that is known."""
-    names = "A3 is process A, and the third life of all"
     return "\n".join(
         [
             f"  {plan}",
+            "  its processes (A3 is member A, and the third that was started):",
             *(f"  {_life(process)}" for process in outcome.processes),
-            *stories(outcome.violations, outcome.evidence, names),
+            *stories(outcome.violations, outcome.evidence),
             *violations(outcome.violations),
         ]
     )

@@ -19,7 +19,6 @@ _WIDTH: Final = 160
 _STATEMENT: Final = 100
 _MANY: Final = 10
 _EPOCH: Final = round(EPOCH.timestamp() * 1e9)
-_NAMES: Final = "2#1 is process 2 in its first life, 2#2 in its second"
 
 
 def replay(result: Result, seed_plan_size: int) -> str:
@@ -32,10 +31,13 @@ def replay(result: Result, seed_plan_size: int) -> str:
 def failure(result: Result, again: str) -> Iterator[str]:
     """Line by line, what matters most at the end. `again`: the arguments with which the command
     shows it once more."""
-    yield f"the last {len(result.statements)} statements:"
+    yield (
+        f"the last {len(result.statements)} statements"
+        " (2#1 is process 2 in its first life, 2#2 in its second):"
+    )
     for process, sql, values in result.statements:
         yield f"  {process}: {_cut(' '.join(sql.split()), _STATEMENT)} {_cut(values, _STATEMENT)}"
-    yield from stories(result.violations, result.evidence, _NAMES, epoch=_EPOCH)
+    yield from stories(result.violations, result.evidence, epoch=_EPOCH)
     pieces = (*result.plan.steps, *result.plan.faults, *result.plan.events)
     if len(pieces) <= _MANY:
         yield "what is asked for and goes wrong:"
@@ -59,17 +61,14 @@ def brief(violation: str) -> str:
     return _cut(f"{first} ... {traceback[-1]}" if traceback else first, _WIDTH)
 
 
-def stories(
-    found: Sequence[Violation], evidence: Evidence, names: str, *, epoch: int = 0
-) -> Iterator[str]:
-    """Of the first jobs concerned. `names` says how to read those of processes; `epoch` is where
-    an `at` of 0 is, in nanoseconds since 1970."""
+def stories(found: Sequence[Violation], evidence: Evidence, *, epoch: int = 0) -> Iterator[str]:
+    """Of the first jobs concerned. `epoch`: where an `at` of 0 is, in nanoseconds since 1970."""
     began = min((life.started_at for life in evidence.history.lives), default=0)
     jobs = dict.fromkeys(one.job for one in found if one.job is not None)
     for number, job in enumerate(list(jobs)[:2]):
         yield f"job {job}, with all that happened meanwhile:"
         if not number:
-            yield f"  (seconds since the first start; {names}; a token is the number of a claim)"
+            yield "  (seconds since the first process; a token is the number of a claim)"
         for at, what in sorted(_story(evidence, job, epoch + began)):
             yield f"  {(at - began) / 1e9:11.6f}  {what}"
 
@@ -86,8 +85,9 @@ def _story(evidence: Evidence, job: int, zero: int) -> Iterator[tuple[int, str]]
     for stop in history.stops:
         yield stop.begun_at, f"an orderly stop of {stop.process} begins"
     for fault in history.faults:
-        until = "" if fault.until is None else f", {(fault.until - fault.at) / 1e9:.3f} s"
-        yield fault.at, f"fault: {fault.what}, {fault.process or 'all'}{until}"
+        lasts = (max(fault.until or 0, fault.at) - fault.at) / 1e9
+        told = f"fault: {fault.what}, {fault.process or 'all'}"
+        yield fault.at, f"{told}, {lasts:.3f} s" if lasts >= 0.001 else told
     payload = next((one.payload for one in steps if one.job == job and one.payload), None)
     for call in history.calls:
         if job == call.job or job in call.ids or payload in call.payloads:
