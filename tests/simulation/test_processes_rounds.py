@@ -23,6 +23,8 @@ from .fleet import Process
 from .process_evidence import connected, evidence_of, make_file
 from .process_judge import judge
 from .process_plan import KINDS, draw
+from .process_round import Outcome
+from .processes import report_of
 
 FOREVER = 2**62
 
@@ -143,6 +145,20 @@ def test_a_change_of_what_has_ended_is_seen(scene: Scene) -> None:
     scene.change("UPDATE trio_jobs_job SET state = 4")
 
     assert "I2" in scene.judged()
+
+
+def test_a_broken_round_is_told_with_the_story_of_the_job(scene: Scene) -> None:
+    scene.change("UPDATE trio_jobs_job SET state = 4")
+    evidence = evidence_of(scene.database, [scene.process])
+    violations = judge(evidence, [scene.process])
+
+    told = report_of(draw("kill", 1), Outcome(violations, evidence, [scene.process], 1.0))
+
+    assert "A1: scope, sqlite3, full, sent [SIGTERM], ended with 0" in told
+    assert "A1 calls enqueue" in told
+    assert "A1: token 1: returned" in told
+    assert "state 'succeeded' -> 'failed'" in told
+    assert "I2: job 1: went from succeeded to failed" in told.partition("broken promises")[2]
 
 
 def test_a_start_without_a_claim_is_seen(scene: Scene) -> None:
