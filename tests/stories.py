@@ -377,6 +377,10 @@ class Trouble(SqliteStore):
         self._meet("get")
         return super().get(id)
 
+    def finished(self, ids: Any) -> dict[int, Row | None]:
+        self._meet("finished")
+        return super().finished(ids)
+
     def queued_kinds(self) -> set[str]:
         self._meet("queued_kinds")
         return super().queued_kinds()

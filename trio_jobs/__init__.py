@@ -10,10 +10,10 @@
 # drivers, _identity for who is dead.
 # Off the Trio thread and back, time, and who is woken: _bridge (of each _batch), _clock; _hub in
 # this process, _lookout (by _inotify) when another one has written.
-# What callers use: _jobs, and see: _job. What runs handlers: _runner, in front of _engine. A
-# job's way is _pool (it is claimed, as _agenda says), _workers (it waits for one, as _pace
-# says), _attempt (one start), _ends (its end is written); beside it _keeper (leases and limits)
-# and _probation (lost jobs), and _statistics counts.
+# What callers use: _jobs, and see: _job; _waiters for those who wait for ends. What runs
+# handlers: _runner, in front of _engine. A job's way is _pool (it is claimed, as _agenda says),
+# _workers (it waits for one, as _pace says), _attempt (one start), _ends (its end is written);
+# beside it _keeper (leases and limits) and _probation (lost jobs), and _statistics counts.
 # The command: __main__, with _work, _display and the example, _demo.
 # Settings: _checks, _retry.
 

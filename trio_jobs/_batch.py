@@ -64,7 +64,7 @@ def commit(store: Store, batch: Sequence[Write]) -> None:
             elif not hopeless and write.verb == "apply" and len(write.items) > 1:
                 write.result = outcome.Value(_one_by_one(store, write.items))
             else:
-                write.result = outcome.Error(_copy(error))  # noqa: ASYNC104
+                write.result = outcome.Error(copy_of(error))  # noqa: ASYNC104
 
 
 def _one_by_one(store: Store, changes: Sequence[Change]) -> list[Refused | BaseException | None]:
@@ -125,7 +125,7 @@ def committed_rows(verb: Verb, items: Any, result: Any) -> list[Row]:
     return []
 
 
-def _copy(error: BaseException) -> BaseException:
+def copy_of(error: BaseException) -> BaseException:
     # Each caller raises its own: one object raised in many tasks mixes their tracebacks.
     try:
         copy = type(error)(*error.args)

@@ -12,8 +12,6 @@ from contextlib import asynccontextmanager
 from datetime import datetime
 from typing import Any, Protocol, TypeVar, overload
 
-import trio
-
 from . import _lifecycle
 from ._batch import Write
 from ._bridge import Bridge
@@ -28,6 +26,7 @@ from ._lifecycle import IllegalTransition
 from ._lookout import Lookout
 from ._model import Instant, NewJob, Row, State
 from ._store import Store
+from ._waiters import Waiters
 from .sqlite import SqliteStore
 
 P = TypeVar("P")
@@ -108,7 +107,7 @@ class Jobs:
         self._hub: Hub
         # Not sets: who hears first must not depend on where objects lie in memory.
         self._watchers: dict[Watcher, None] = {}
-        self._waiters: dict[int, dict[_Waiter, None]] = {}
+        self._waiters = Waiters(self._bridge, clock)
 
     async def enqueue(
         self,
@@ -276,26 +275,9 @@ class Jobs:
         poll = seconds(poll, "poll", above=True)
         self._bridge.raise_if_closed()
         self._bridge.raise_if_elsewhere()
-        waiter = _Waiter()
         number = _checked_id(job_or_id)
-        waiters = self._waiters.setdefault(number, {})
-        waiters[waiter] = None
-        try:
-            with self._lookout.wanted():
-                while True:
-                    waiter.event = trio.Event()
-                    row = await self._row(number)
-                    if row.state.is_final:
-                        break
-                    with trio.move_on_at(self._clock.trio_deadline(None, poll)):
-                        await waiter.event.wait()
-                    if waiter.row is not None:
-                        row = waiter.row
-                        break
-        finally:
-            waiters.pop(waiter)
-            if not waiters and self._waiters.get(number) is waiters:
-                del self._waiters[number]
+        with self._lookout.wanted():
+            row = _existing(await self._waiters.wait(number, poll), number)
         return Job(row, _codec_for(job_or_id, None))
 
     async def cancel(self, id: int | Job[Any]) -> bool:
@@ -393,42 +375,24 @@ class Jobs:
             watcher.look()
         if self._waiters:
             version = await self._bridge.version()
-            ids = list(self._waiters)
-            if ids and version != self._version:
-                rows = await self._bridge.read(lambda store: store.finished(ids))
+            if version != self._version:
+                is_found = await self._waiters.look()
                 self._version = version
-                if rows:
+                if is_found:
                     self._lookout.found()
-                    self._tell_waiters(rows)
-
-    def _tell_waiters(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            if row.state.is_final:
-                for waiter in self._waiters.pop(row.id, ()):
-                    waiter.row = row
-                    waiter.event.set()
 
     # Called from other loops, maybe when we have closed already; nothing may be raised there.
 
     def _heard(self, rows: Sequence[Row]) -> None:
-        if self._waiters:
-            self._tell_waiters(rows)
+        self._waiters.tell(rows)
         if not self._bridge.is_closed:
             for watcher in tuple(self._watchers):
                 watcher.heard(rows)
 
     def _written_elsewhere(self) -> None:
-        for waiters in self._waiters.values():
-            for waiter in waiters:
-                waiter.event.set()
+        self._waiters.ask_for_all()
         for watcher in tuple(self._watchers):
             watcher.written_elsewhere()
-
-
-class _Waiter:
-    def __init__(self) -> None:
-        self.event = trio.Event()
-        self.row: Row | None = None
 
 
 def _checked_id(id: int | Job[Any]) -> int:

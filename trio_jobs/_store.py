@@ -136,8 +136,8 @@ class Store(Protocol):
         """The row as committed last."""
         ...
 
-    def finished(self, ids: Collection[int]) -> list[Row]:
-        """Those of them that have ended."""
+    def finished(self, ids: Collection[int]) -> dict[int, Row | None]:
+        """Those of them that have ended, and None for those that are not there."""
         ...
 
     def find(

@@ -304,9 +304,12 @@ class SqliteStore:
         return row_of(records[0]) if records else None
 
     @_verb("looking for the ends of jobs")
-    def finished(self, ids: Collection[int]) -> list[Row]:
-        wanted = as_json([integer(id) for id in ids])
-        return [row_of(record) for record in self._connections.query(_FINISHED, (wanted,))]
+    def finished(self, ids: Collection[int]) -> dict[int, Row | None]:
+        wanted = {integer(id): id for id in ids}
+        return {
+            wanted[record[0]]: None if record[1] is None else row_of(record[1:])
+            for record in self._connections.query(_FINISHED, (as_json(list(wanted)),))
+        }
 
     @_verb("finding jobs")
     def find(
@@ -413,9 +416,9 @@ ORDER BY id LIMIT :limit
 """
 
 _FINISHED: Final = f"""
-SELECT {ROW}
-FROM trio_jobs_job
-WHERE id IN (SELECT value FROM json_each(?)) AND state >= 3
+SELECT wanted, {ROW}
+FROM (SELECT value AS wanted FROM json_each(?)) LEFT JOIN trio_jobs_job ON id = wanted
+WHERE id IS NULL OR state >= 3
 """
 
 _HISTORY: Final = """
