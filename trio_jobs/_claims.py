@@ -14,9 +14,20 @@ import msgspec
 
 from . import _lifecycle
 from ._drivers import Connection, Value, Values
+from ._errors import StoreError
 from ._model import Change, Claim, Claimed, ClaimedJob, Fence, Instant, Row, State
 from ._owners import Owners
-from ._rows import MAX_INTEGER, QUEUED_AS_JSON, ROW, array, as_json, as_number, row_of
+from ._rows import (
+    MAX_INTEGER,
+    QUEUED_AS_JSON,
+    ROW,
+    array,
+    as_instant,
+    as_json,
+    is_sane,
+    mend,
+    row_of,
+)
 from ._writes import write
 
 _MAX_EXPIRED: Final = 500
@@ -67,7 +78,10 @@ ON CONFLICT (id) DO UPDATE SET state = 0
 # A sum as limit, because for a parameter alone new versions prepare the statement every time.
 _DUE_BUT: Final = """
 SELECT '[' || ifnull(group_concat((
-    SELECT json_group_array(json_array(-priority, run_at, id, served.key, attempt)) FROM (
+    SELECT json_group_array(json_array(
+            -CAST(priority AS INTEGER), CAST(run_at AS INTEGER), id, served.key,
+            CAST(attempt AS INTEGER)
+        )) FROM (
         SELECT priority, run_at, id, attempt FROM trio_jobs_job INDEXED BY trio_jobs_ready
         WHERE state = 0 AND kind = served.value AND id < :below
             AND (run_at <= :due_by OR run_at <= enqueued_at AND :stays_due)
@@ -98,7 +112,7 @@ SELECT
     ),
     ({_DUE}),
     (
-        SELECT json_group_array(json_array(id, claims))
+        SELECT json_group_array(json_array(id, CAST(claims AS INTEGER)))
         FROM trio_jobs_job INDEXED BY trio_jobs_cancel WHERE state = 2 AND cancel_requested = 1
     )
 """
@@ -185,7 +199,7 @@ def claim_rows(connection: Connection, claim: Claim, owners: Owners) -> Claimed:
         "dead": as_json(owners.dead) if owners.dead else None,
     }
     deadline, lease_until, scheduled, *texts = connection.execute(_LOOK, values)[0]
-    look = Look(as_number(deadline), as_number(lease_until), as_number(scheduled), *texts)
+    look = Look(as_instant(deadline), as_instant(lease_until), as_instant(scheduled), *texts)
     settled: list[Change] = []
     if look.deadline is not None and look.deadline <= claim.now:
         settled += _expired(connection, claim, values)
@@ -203,7 +217,7 @@ def claim_rows(connection: Connection, claim: Claim, owners: Owners) -> Claimed:
     next_deadline = look.deadline
     if next_deadline is not None:
         [(first,)] = connection.execute(_DEADLINE)
-        next_deadline = as_number(first)
+        next_deadline = as_instant(first)
     cancelled: list[Fence] = [(id, claims) for id, claims in msgspec.json.decode(look.cancelled)]
     if settled:
         gone = {change.after.fence for change in settled}
@@ -243,9 +257,15 @@ def _taken(
 
 
 def _expired(connection: Connection, claim: Claim, values: Values) -> list[Change]:
-    rows = [row_of(record) for record in connection.execute(_EXPIRED, values)]
-    changes = [_lifecycle.expired(row, claim.now) for row in rows]
-    return [change for change in changes if change is not None]
+    changes: list[Change] = []
+    for record in connection.execute(_EXPIRED, values):
+        row = row_of(record)
+        change = _lifecycle.expired(row, claim.now)
+        if change is not None:
+            changes.append(change)
+        else:
+            mend(connection, row.id)  # or its deadline would bring a claim again and again
+    return changes
 
 
 def _lost(
@@ -328,7 +348,7 @@ def _next(
     held = {"held": as_json([*claim.held, *taken])}
     [instants] = connection.execute(sql, values | held)
     return min(
-        (instant for instant in map(as_number, instants) if instant is not None), default=None
+        (instant for instant in map(as_instant, instants) if instant is not None), default=None
     )
 
 
@@ -362,15 +382,17 @@ _WITH_PAYLOAD: Final = f"SELECT {ROW}, CAST(payload AS BLOB) FROM trio_jobs_job 
 
 
 def _with_payloads(connection: Connection, ids: Sequence[int]) -> dict[int, tuple[Row, bytes]]:
-    [(rows, bodies)] = connection.execute(_PACKED, (as_json(ids),))
     try:
+        [(rows, bodies)] = connection.execute(_PACKED, (as_json(ids),))
         found = {row.id: (row, payload) for row, payload in _unpacked(rows, bodies)}
-    except msgspec.DecodeError:
-        found = {}  # a row that was edited by hand, with text that is none
+    except (msgspec.DecodeError, StoreError):  # a row that was edited by hand, and is no JSON
+        found = {}
     for id in ids:
         if id not in found:
             [record] = connection.execute(_WITH_PAYLOAD, (id,))
             found[id] = (row_of(record), record[-1])
+            if not is_sane(record, found[id][0]):
+                mend(connection, id)
     return found
 
 

@@ -113,9 +113,11 @@ class Connections:
         if self.patiently(connection, exists) == [(0,)]:
             return 0
         [(version,)] = self.patiently(connection, "SELECT version FROM trio_jobs_meta")
+        if not isinstance(version, int):
+            raise _drivers.permanent("trio_jobs_meta does not say which version wrote the file")
         if version > len(MIGRATIONS):
             raise _drivers.permanent("the file was written by a newer version of trio_jobs")
-        return int(version)
+        return version
 
     def _prepare(self, connection: Connection) -> None:
         # This is BUSY at once while another connection writes, whatever its timeout.

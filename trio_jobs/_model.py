@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from typing import Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
 Instant: TypeAlias = int
 """Microseconds since 1970-01-01T00:00:00Z."""
+
+MAX_COUNT: Final = 2**62
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
+"""One more is still an integer that can be stored."""
 
 Fence: TypeAlias = tuple[int, int]
 """(id, claims): identifies one claim for ever, because `claims` never goes down."""
@@ -63,9 +67,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     id: int
     kind: str
     state: State
-    attempt: int
-    claims: int
-    interruptions: int
+    attempt: Count
+    claims: Count
+    interruptions: Count
     cancel_requested: bool
     priority: int
     key: str | None

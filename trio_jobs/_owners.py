@@ -23,7 +23,7 @@ _FIND: Final = "SELECT id, CAST(place AS BLOB), pid, started FROM trio_jobs_owne
 _RESERVE: Final = "UPDATE trio_jobs_meta SET next_owner = next_owner + 1 RETURNING next_owner - 1"
 
 _ENTER: Final = """
-INSERT INTO trio_jobs_owner (id, place, pid, started) VALUES (?, ?, ?, ?)
+INSERT OR REPLACE INTO trio_jobs_owner (id, place, pid, started) VALUES (?, ?, ?, ?)
 """
 
 # Those of them that no running row names.
@@ -77,6 +77,7 @@ class Owners:
         owners = {
             id: Process(text_of(place), pid, started)
             for id, place, pid, started in connection.execute(_FIND)
+            if isinstance(pid, int) and 0 < pid < 2**31  # else it was edited by hand
         }
         gone = [
             id for id, process in owners.items() if process != here and self._is_dead(process, here)

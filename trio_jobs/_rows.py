@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
 from ._drivers import Connection, Record, Value, Values
-from ._model import Failure, Outcome, PastStart, Row, State
+from ._model import MAX_COUNT, Failure, Instant, Outcome, PastStart, Row, State
 from ._schema import CODES, READY, STATES
 
 T = TypeVar("T")
 
 MAX_INTEGER: Final = 2**63 - 1
+FAR: Final[float] = 2**62
+"""Beyond every instant that means something, and a float."""
+_UNKNOWN_CLAIMS: Final = 2**32
+"""More than there can have been: a fence must not be handed out twice."""
 
-# Reading. Text is read as a blob: bytes that are no UTF-8 (a row edited by hand) must not make
-# a fetch fail.
+_log: Final = logging.getLogger("trio_jobs")
 
-ROW: Final = """
-    id, state, attempt, claims, interruptions, cancel_requested, priority, enqueued_at, run_at,
+# Reading. SQLite keeps anything in any column, and a row that somebody edited by hand must not
+# stop a runner, or hide the others. So what no job can have is read as what comes nearest (no
+# number as 0 or None, no state as failed); claims and changes that meet such a row `mend` it.
+# Text is read as a blob: bytes that are no UTF-8 must not make a fetch fail.
+
+STATE: Final = "iif(state IN (0, 1, 2, 3, 4, 5, 6), state, 4)"
+
+ROW: Final = f"""
+    id, {STATE}, attempt, claims, interruptions, cancel_requested, priority, enqueued_at, run_at,
     deadline, lease_until, started_at, finished_at,
     CAST(kind AS BLOB), CAST(key AS BLOB), CAST(result AS BLOB), CAST(failure AS BLOB),
     CAST(failure_type AS BLOB)"""
@@ -40,27 +51,28 @@ QUEUED_AS_JSON: Final = """
 GET: Final = f"SELECT {ROW} FROM trio_jobs_job WHERE id = ?"
 
 
-def as_number(value: Any) -> Any:
-    """None for what is no number: SQLite keeps any text in a column of integers, and an instant
-    that somebody wrote by hand ("2030-01-01 12:00:00") must not stop a runner."""
-    return value if isinstance(value, int | float) else None
+def as_instant(value: Any) -> Instant | None:
+    """None for what is no number, as an instant like "2030-01-01 12:00:00"."""
+    if isinstance(value, float):
+        value = int(max(-FAR, min(value, FAR)))
+    return value if isinstance(value, int) else None
 
 
 def row_of(record: Record) -> Row:
     return Row(
         id=record[0],
         state=STATES[record[1]],
-        attempt=record[2],
-        claims=record[3],
-        interruptions=record[4],
-        cancel_requested=bool(record[5]),
-        priority=record[6],
-        enqueued_at=record[7],
-        run_at=as_number(record[8]) or 0,
-        deadline=as_number(record[9]),
-        lease_until=as_number(record[10]),
-        started_at=record[11],
-        finished_at=record[12],
+        attempt=_count(record[2], 0),
+        claims=_count(record[3], _UNKNOWN_CLAIMS),
+        interruptions=_count(record[4], 0),
+        cancel_requested=record[5] != 0,
+        priority=record[6] if isinstance(record[6], int) else 0,
+        enqueued_at=as_instant(record[7]) or 0,
+        run_at=as_instant(record[8]) or 0,
+        deadline=as_instant(record[9]),
+        lease_until=as_instant(record[10]),
+        started_at=as_instant(record[11]),
+        finished_at=as_instant(record[12]),
         kind=text_of(record[13]),
         key=None if record[14] is None else text_of(record[14]),
         result=record[15],
@@ -68,12 +80,16 @@ def row_of(record: Record) -> Row:
     )
 
 
+def _count(value: Any, otherwise: int) -> int:
+    return value if isinstance(value, int) and 0 <= value <= MAX_COUNT else otherwise
+
+
 def past_of(record: Record) -> PastStart:
     return PastStart(
-        claim=record[0],
-        number=record[1],
-        started_at=record[2],
-        ended_at=record[3],
+        claim=_count(record[0], 0),
+        number=_count(record[1], 0),
+        started_at=as_instant(record[2]) or 0,
+        ended_at=as_instant(record[3]) or 0,
         outcome=cast(Outcome, text_of(record[4])),
         failure=_failure_of(record[5], record[6]),
     )
@@ -83,6 +99,56 @@ def _failure_of(message: bytes | None, type: bytes | None) -> Failure | None:
     if message is None:
         return None
     return Failure(text_of(message), None if type is None else text_of(type))
+
+
+_NUMBERS: Final = (
+    "state",
+    "attempt",
+    "claims",
+    "interruptions",
+    "cancel_requested",
+    "priority",
+    "enqueued_at",
+    "run_at",
+    "deadline",
+    "lease_until",
+    "started_at",
+    "finished_at",
+)
+_WITH_STATE: Final = f"SELECT {ROW}, state FROM trio_jobs_job WHERE id = ?"
+_MEND: Final = f"""
+UPDATE trio_jobs_job SET {", ".join(f"{name} = ?" for name in _NUMBERS)} WHERE id = ?
+"""
+
+
+def is_sane(record: Record, row: Row) -> bool:
+    """Whether the row is what is stored, but for its state."""
+    return list(record[2 : 1 + len(_NUMBERS)]) == _numbers(row)
+
+
+def mend(connection: Connection, id: int) -> bool:
+    """Store what a row is read as, if somebody wrote by hand what no job can have; whether that
+    was so. (Statements and indexes see what is stored.)"""
+    records = connection.execute(_WITH_STATE, (id,))
+    if not records:
+        return False
+    record, row = records[0], row_of(records[0])
+    stored = [record[-1], *record[2 : 1 + len(_NUMBERS)]]
+    mended = [record[-1] if record[-1] in STATES else CODES[row.state], *_numbers(row)]
+    wrong = [name for name, was, is_ in zip(_NUMBERS, stored, mended, strict=True) if was != is_]
+    if wrong:
+        connection.execute(_MEND, (*mended, id))
+        _log.warning(
+            "job %d: somebody wrote what no job can have, which is mended: %s", id, ", ".join(wrong)
+        )
+    return bool(wrong)
+
+
+def _numbers(row: Row) -> list[Value]:
+    return [
+        int(row.cancel_requested) if n == "cancel_requested" else getattr(row, n)
+        for n in _NUMBERS[1:]
+    ]
 
 
 def text_of(stored: bytes) -> str:

@@ -7,7 +7,7 @@ from typing import Final, TypeAlias
 
 from ._drivers import Connection, Value
 from ._model import Change, Fence, Instant, NewJob, PastStart, Refused, Row, State
-from ._rows import GET, ROW, array, as_json, chunks, code_of, many, row_of, text_of
+from ._rows import GET, ROW, array, as_json, chunks, code_of, many, mend, row_of, text_of
 from ._schema import CODES
 
 Name: TypeAlias = tuple[str, str | None]
@@ -66,7 +66,10 @@ def live_of(connection: Connection, jobs: Sequence[NewJob]) -> dict[Name, Row]:
         for chunk in chunks(names)
         for record in connection.execute(*many(_LIVE, chunk))
     ]
-    return {(row.kind, row.key): row for row in rows}
+    for row in rows:
+        if row.state.is_final:  # as it is read; it was edited by hand
+            mend(connection, row.id)
+    return {(row.kind, row.key): row for row in rows if not row.state.is_final}
 
 
 def _insert(
@@ -235,7 +238,10 @@ def _takes_key(change: Change) -> bool:
 
 def _apply_wave(connection: Connection, wave: Sequence[Change]) -> list[Refused | None]:
     refused: dict[int, Refused] = {}
-    for id in _stale(connection, wave):
+    stale = _stale(connection, wave)
+    if [id for id in stale if mend(connection, id)]:
+        stale = _stale(connection, wave)
+    for id in stale:
         records = connection.execute(GET, (id,))
         refused[id] = Refused(row_of(records[0]) if records else None)
     for change in wave:
@@ -329,7 +335,7 @@ _RENEWABLE: Final = """
 WITH fence(id, claims) AS ({rows}),
 renewable(id, claims, cancel_requested) AS (
     SELECT fence.id, fence.claims, (
-        SELECT job.cancel_requested FROM trio_jobs_job AS job
+        SELECT job.cancel_requested <> 0 FROM trio_jobs_job AS job
         WHERE job.id = fence.id AND job.claims = fence.claims AND job.state = 2
     )
     FROM fence

@@ -51,7 +51,7 @@ from ._model import (
     State,
 )
 from ._owners import Owners
-from ._rows import GET, ROW, as_json, integer, past_of, row_of, text_of
+from ._rows import GET, ROW, STATE, as_json, integer, past_of, row_of, text_of
 from ._schema import STATES
 
 P = ParamSpec("P")
@@ -334,7 +334,7 @@ class SqliteStore:
     def counts(self, kind: str | None) -> dict[State, int]:
         counts: dict[State, int] = {}
         for code, count in self._connections.query(_COUNTS, {"kind": kind}):
-            state = STATES[code]
+            state = STATES.get(code, State.FAILED)
             counts[state] = counts.get(state, 0) + count
         return counts
 
@@ -410,7 +410,7 @@ def _like(error: StoreError, text: str) -> StoreError:
 _FIND: Final = f"""
 SELECT {ROW}
 FROM trio_jobs_job
-WHERE id > :after AND state IN (SELECT value FROM json_each(:codes))
+WHERE id > :after AND {STATE} IN (SELECT value FROM json_each(:codes))
     AND (:kind IS NULL OR kind = :kind)
 ORDER BY id LIMIT :limit
 """
@@ -418,7 +418,7 @@ ORDER BY id LIMIT :limit
 _FINISHED: Final = f"""
 SELECT wanted, {ROW}
 FROM (SELECT value AS wanted FROM json_each(?)) LEFT JOIN trio_jobs_job ON id = wanted
-WHERE id IS NULL OR state >= 3
+WHERE id IS NULL OR state NOT IN (0, 1, 2)
 """
 
 _HISTORY: Final = """
