@@ -159,6 +159,10 @@ async def is_async(attempt: int) -> float:
     return 1.0
 
 
+def leave(attempt: int) -> float:
+    raise SystemExit(attempt)
+
+
 NONSENSE: list[Any] = [
     raises,
     lambda: 1.0,
@@ -171,6 +175,7 @@ NONSENSE: list[Any] = [
     lambda attempt: datetime.timedelta(seconds=7),
     lambda attempt: [7],
     lambda attempt: Decimal("NaN"),
+    leave,
 ]
 
 

@@ -86,7 +86,7 @@ class Retry:
             wait = self.backoff(attempt)
             if isinstance(wait, bool) or not isinstance(wait, int | float) or not wait >= 0:
                 raise ValueError("not a number of seconds")  # NaN is not >= 0 either
-        except Exception as error:
+        except BaseException as error:  # noqa: ASYNC103 - it is not ours, and none of its waits
             _log.warning(
                 "backoff after attempt %d of job %d is not usable (%s); using the default",
                 attempt,
