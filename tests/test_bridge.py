@@ -22,7 +22,17 @@ from stories import PassThrough, is_cancelled_after
 from trio.testing import MockClock
 
 import trio_jobs
-from trio_jobs import Job, Jobs, Kind, SqliteStore, State, StoreBusy, StoreError, testing
+from trio_jobs import (
+    Job,
+    Jobs,
+    Kind,
+    SqliteStore,
+    State,
+    StoreBusy,
+    StoreError,
+    _lifecycle,
+    testing,
+)
 from trio_jobs._batch import MAX_BATCH, Write
 from trio_jobs._bridge import Bridge, bridges_here
 from trio_jobs._clock import Clock
@@ -556,6 +566,26 @@ async def test_in_a_cancelled_scope_nothing_is_written(store: SqliteStore) -> No
 
     assert scope.cancelled_caught
     assert keys == []
+
+
+async def test_what_fails_on_hearing_of_a_commit_keeps_nobody_from_hearing_of_it(
+    store: SqliteStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Trio itself calls it, so what was raised ended the whole program."""
+
+    def fail(*args: object) -> None:
+        raise ZeroDivisionError("theirs")
+
+    async with trio_jobs.open_jobs(store) as jobs:
+        job = await jobs.enqueue(kind, 0)
+        change = _lifecycle.cancelled((await jobs.get(job))._row, 1)
+        assert change is not None
+        jobs._bridge._tell = fail
+        with trio.fail_after(30):
+            assert await jobs._bridge.apply([change], fail) == [None]
+            await jobs.enqueue(kind, 0)
+
+    assert caplog.messages == ["what was to hear of a commit failed"] * 3
 
 
 async def test_whoever_stops_waiting_for_what_was_submitted_does_not_stop_it(

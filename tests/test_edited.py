@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from stories import Script, Trouble, finished, make_store, serving
+from stories import Script, Trouble, finished, make_store, serving, writer
 from trio.testing import MockClock
 
 import trio_jobs
@@ -60,10 +60,9 @@ async def edited(store: Trouble, jobs: Jobs, column: str, first: str) -> list[Jo
     made = await jobs.enqueue_many(
         plain, [None] * len(NONSENSE), keys=[f"key {n}" for n in range(len(NONSENSE))]
     )
-    assert store._writer is not None
     for job, nonsense in zip(made, NONSENSE, strict=True):
-        store._writer.execute(f"UPDATE trio_jobs_job SET {first} WHERE id = ?", (job.id,))
-        store._writer.execute(
+        writer(store).execute(f"UPDATE trio_jobs_job SET {first} WHERE id = ?", (job.id,))
+        writer(store).execute(
             f"UPDATE trio_jobs_job SET {column} = ? WHERE id = ?",
             (nonsense, job.id),  # type: ignore[arg-type]
         )
@@ -166,8 +165,7 @@ async def test_leases_are_renewed_beside_a_request_to_cancel_that_is_nonsense(
         async with serving(jobs, plain.handled_by(run), lease=9, poll=1):
             odd, good = await jobs.enqueue_many(plain, [None, None])
             await trio.sleep(1)
-            assert store._writer is not None
-            store._writer.execute(
+            writer(store).execute(
                 "UPDATE trio_jobs_job SET cancel_requested = ? WHERE id = ?",
                 (request_, odd.id),  # type: ignore[arg-type]
             )
@@ -188,9 +186,8 @@ async def test_nonsense_in_the_past_of_a_job_can_be_shown(
         job = await jobs.enqueue(plain, None)
         async with serving(jobs, plain.handled_by(Script(RuntimeError(), None))):
             await finished(jobs, job)
-        assert store._writer is not None
         for nonsense in NONSENSE:
-            store._writer.execute(
+            writer(store).execute(
                 f"UPDATE trio_jobs_past SET {column} = ?",
                 (nonsense,),  # type: ignore[arg-type]
             )

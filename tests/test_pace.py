@@ -427,7 +427,7 @@ def test_a_kind_that_is_adopted_while_a_claim_is_formed_does_not_disturb_it() ->
     engine: Any = None
     workers = Workers(engine, 1, {"quick": quick.handled_by(Naps())}, lambda *_: None)
     looking = iter(workers._paces.items())
-    workers.adopt(other.handled_by(Naps()))
+    workers.adopt([other.handled_by(Naps())])
 
     assert [name for name, _ in looking] == ["quick"]
     assert set(workers._paces) == {"quick", "other"}

@@ -277,11 +277,11 @@ class Bridge:
                     isinstance(error, StoreError) and error.is_outcome_unknown
                 )
             if write.done is not None:
-                write.done(write.result)
+                _call_safely(write.done, write.result)
         if rows:
-            self._tell(rows)
+            _call_safely(self._tell, rows)
         if is_unsure:
-            self._tell_unsure()
+            _call_safely(self._tell_unsure)
         if batch:
             self._end(len(batch))
 
@@ -341,14 +341,25 @@ class Bridge:
             self._checkpointer.join()
 
 
+def _call_safely(call: Callable[..., None], *args: object) -> None:
+    # Trio itself has called us: what is raised here ends the whole program, and the rest of the
+    # batch would never hear of its outcome.
+    try:
+        call(*args)
+    except BaseException:  # noqa: ASYNC103 - an application's clock raises anything
+        _log.exception("what was to hear of a commit failed")  # noqa: ASYNC104
+
+
 async def _parked(write: Write, abort: Callable[[Any], trio.lowlevel.Abort]) -> Any:
     task = trio.lowlevel.current_task()
     first = write.done
 
     def done(result: outcome.Outcome[Any]) -> None:
-        if first is not None:
-            first(result)
-        trio.lowlevel.reschedule(task, result)
+        try:
+            if first is not None:
+                first(result)
+        finally:
+            trio.lowlevel.reschedule(task, result)
 
     write.done = done
     return await trio.lowlevel.wait_task_rescheduled(abort)

@@ -386,6 +386,8 @@ def _with_payloads(connection: Connection, ids: Sequence[int]) -> dict[int, tupl
         [(rows, bodies)] = connection.execute(_PACKED, (as_json(ids),))
         found = {row.id: (row, payload) for row, payload in _unpacked(rows, bodies)}
     except (msgspec.DecodeError, StoreError):  # a row that was edited by hand, and is no JSON
+        if not connection.in_transaction:
+            raise  # what failed was the disk
         found = {}
     for id in ids:
         if id not in found:

@@ -88,7 +88,7 @@ class Ends:
         writes = list(self._claims())
         if endings:
             end = Write("apply", [ending.change for ending in endings])
-            end.done = functools.partial(self._answered, endings)
+            end.done = self._engine.guarded(functools.partial(self._answered, endings))
             writes.insert(0, end)
         if writes:
             self._engine.bridge.submit(*writes)

@@ -17,12 +17,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
+import outcome
 import trio
 
 from ._attempt import Execution, Host, Stop
-from ._batch import Write
+from ._batch import Done, Write
 from ._clock import microseconds
 from ._errors import StoreError
 from ._handler import Attempt, Fail
@@ -183,6 +184,17 @@ class Engine:
         if self._fatal is None or isinstance(error, KeyboardInterrupt):
             self._fatal = error
         self._hurry_up()
+
+    def guarded(self, done: Done) -> Done:
+        """What hears of a write, so that an error in it stops this runner: it would be lost."""
+
+        def guarded(result: outcome.Outcome[Any]) -> None:
+            try:
+                done(result)
+            except BaseException as error:  # noqa: ASYNC103 - an application's clock raises anything
+                self.fail(error)  # noqa: ASYNC104
+
+        return guarded
 
     async def _wind_down(self) -> None:
         # A drain has no bound of its own, but a cancellation may come on top of it.
@@ -348,13 +360,18 @@ class Engine:
 
     def meet(self, kinds: Iterable[str]) -> None:
         """Jobs of these kinds are waiting: see whether somebody handles them."""
-        for name in set(kinds) - self._known - self._unhandled:
-            self._unhandled.add(name)
-            if self._unhandled_rule == "leave":
+        names = set(kinds) - self._known - self._unhandled
+        self._unhandled |= names
+        if self._unhandled_rule == "leave":
+            for name in names:
                 _log.warning("jobs of kind %r wait, and nobody here handles them", name)
-            # Only by hand can a row have a name that no kind may have; it stays queued.
-            if self._unhandled_rule != "leave" and name and "\0" not in name:
-                self._pools[0].adopt(_handler_of_unhandled(name, self._unhandled_rule))
+            return
+        # Only by hand can a row have a name that no kind may have; it stays queued.
+        possible = [name for name in names if name and "\0" not in name]
+        if possible:
+            self._pools[0].adopt(
+                [_handler_of_unhandled(name, self._unhandled_rule) for name in possible]
+            )
 
     # What `Jobs` tells it.
 
@@ -363,10 +380,11 @@ class Engine:
         return [claim for claim in claims if claim is not None]
 
     def heard(self, rows: Sequence[Row]) -> None:
+        queued = {row.kind for row in rows if row.state is State.QUEUED}
+        if not queued <= self._known:
+            self.meet(queued)
         for row in rows:
             if row.state is State.QUEUED:
-                if row.kind not in self._known:
-                    self.meet({row.kind})
                 for pool in self._pools:
                     pool.heard(row)
             elif row.state is State.RUNNING and row.cancel_requested:

@@ -64,12 +64,12 @@ class Pool:
 
     # What the engine tells it.
 
-    def adopt(self, handler: Handler) -> None:
-        """Serve one more kind."""
-        # Anew, not in place: the writing thread may be reading the old one.
-        self._handlers = {**self._handlers, handler.kind.name: handler}
-        self._policies = {**self._policies, handler.kind.name: handler.kind.policy}
-        self.workers.adopt(handler)
+    def adopt(self, handlers: Sequence[Handler]) -> None:
+        """Serve more kinds."""
+        # Anew, not in place: the writing thread may be reading the old one. So all at once.
+        self._handlers = self._handlers | {one.kind.name: one for one in handlers}
+        self._policies = self._policies | {one.kind.name: one.kind.policy for one in handlers}
+        self.workers.adopt(handlers)
         self.wake()
 
     def claim_for(self, jobs: Sequence[NewJob]) -> Write | None:
@@ -299,7 +299,7 @@ class Pool:
             )
 
         write = Write("claim", claim)
-        write.done = lambda result: self._claimed(write, allowance, result)
+        write.done = self._engine.guarded(lambda result: self._claimed(write, allowance, result))
         self._claim_under_way = write
         return write
 

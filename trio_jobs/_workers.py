@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextvars
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -51,15 +51,15 @@ class Workers:
         self._long: set[Execution] = set()
         """Those under way that are not known to be short."""
         self._context = contextvars.copy_context()
-        for handler in handlers.values():
-            self.adopt(handler)
+        self.adopt(handlers.values())
 
-    def adopt(self, handler: Handler) -> None:
-        """Serve one more kind."""
+    def adopt(self, handlers: Iterable[Handler]) -> None:
+        """Serve more kinds."""
         # What must not be repeated is not claimed ahead: it would fail if this process died,
         # without a start. (Anew, not in place, as in the pool.)
-        if handler.kind.on_interrupt == "retry":
-            self._paces = {**self._paces, handler.kind.name: Pace()}
+        self._paces = self._paces | {
+            one.kind.name: Pace() for one in handlers if one.kind.on_interrupt == "retry"
+        }
 
     @property
     def room(self) -> int:
