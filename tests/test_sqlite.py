@@ -728,6 +728,29 @@ def test_an_error_swallowed_inside_a_transaction_lets_nothing_through(
         assert count(store) == 0
 
 
+def test_where_sqlite_rolled_back_a_claim_nothing_more_of_it_is_written(
+    path: Path, driver: Driver
+) -> None:
+    """What came after the statement that failed would commit itself."""
+    store = SqliteStore(path, driver=driver)
+    spies = Spies(store)
+    with opened(store):
+        add(store, new())
+
+        def fail(sql: str) -> None:
+            if "wanted" in sql:
+                spies.before = lambda sql: None
+                writer(store).execute("ROLLBACK")  # as SQLite does by itself for some errors
+                raise StoreError("disk I/O error")
+
+        spies.before = fail
+        with pytest.raises(StoreError, match="disk I/O error"):
+            claim(store)
+
+        [row] = store.find(states=[], kind=None, after=0, limit=9)
+        assert (row.state, row.claims) == (State.QUEUED, 0)
+
+
 def fails_at(*statements: str) -> Callable[[str], None]:
     def before(sql: str) -> None:
         for statement in statements:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 import trio
-from stories import Script, Trouble, finished, serving
+from stories import Script, Trouble, finished, serving, writer
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 import trio_jobs
@@ -106,8 +106,7 @@ async def test_a_job_that_is_deleted_meanwhile_is_not_found_within_a_poll(
 
         async def delete() -> None:
             await trio.sleep(0.5)
-            assert store._writer is not None
-            store._writer.execute("DELETE FROM trio_jobs_job WHERE id = ?", (deleted.id,))
+            writer(store).execute("DELETE FROM trio_jobs_job WHERE id = ?", (deleted.id,))
 
         nursery.start_soon(delete)
         nursery.start_soon(jobs.wait_finished, other)
