@@ -3,10 +3,14 @@ are fenced, I7 results are of their claim, I8 leases are of the running."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Final
 
 from .evidence import Start, Step
 from .timeline import Claim, Found, Timeline
+
+_PROVEN_AFTER: Final = 999_000_000
+"""Nanoseconds: a second, by a clock of microseconds."""
 
 
 def starts_are_counted(timeline: Timeline) -> Found:
@@ -64,6 +68,32 @@ def nobody_takes_what_is_held(timeline: Timeline) -> Found:
         now, until = _decided_at(timeline, end), end.before.lease_until
         if now is not None and until is not None and now < until:
             yield job, f"claim {token} of {claim.holder} was ended by {end.who} at {now}: {end}"
+
+
+def lost_rows_are_taken_up_gently(timeline: Timeline) -> Found:
+    """I5: of the lost rows that a runner takes up, no more are unproven at a time than one and
+    those that are proven (they ended, or ran for a second); one that was lost twice is alone."""
+    claims: defaultdict[str | None, list[tuple[int, Claim]]] = defaultdict(list)
+    for (job, _), claim in timeline.claims.items():
+        if claim.takes_up:
+            claims[claim.holder].append((job, claim))
+    for life in timeline.evidence.history.lives:
+        if life.runners != 1 or timeline.has_wrong_clock(life.process):
+            continue
+        taken: list[Claim] = []
+        for job, claim in claims[life.process]:
+            at = claim.step.at
+            unproven = [one for one in taken if not _is_proven(one, at)]
+            if len(unproven) > len(taken) - len(unproven):
+                yield job, f"was taken up beside {len(unproven)} of {len(taken)} that may be poison"
+            if unproven and (claim.is_suspect or any(one.is_suspect for one in unproven)):
+                yield job, f"was taken up beside another, and one was lost twice: {claim.step}"
+            taken.append(claim)
+
+
+def _is_proven(claim: Claim, at: int) -> bool:
+    has_ended = claim.end is not None and claim.end.at <= at
+    return has_ended or claim.step.at + _PROVEN_AFTER <= at
 
 
 def _decided_at(timeline: Timeline, end: Step) -> int | None:

@@ -25,7 +25,7 @@ Identity: TypeAlias = tuple[str, int, int]
 
 Verb: TypeAlias = Literal[
     "enqueue", "enqueue_many", "enqueue_on", "cancel", "retry", "get", "find", "wait_finished",
-    "history", "prune", "run_once", "drain",
+    "history", "counts", "prune", "run_once", "drain",
 ]  # fmt: skip
 CallOutcome: TypeAlias = Literal["ok", "fail", "unknown"]
 
@@ -53,6 +53,10 @@ class Call:
     """Their states, for `get`, `find` and `wait_finished`."""
     answer: bool | None = None
     """What `cancel` returned."""
+    past: tuple[tuple[int, str], ...] | None = None
+    """The claims and outcomes that `history` returned."""
+    counts: Mapping[str, int] | None = None
+    """What `counts` returned, by the names of the states."""
     error: str | None = None
     """The name of the exception, if it failed."""
 
@@ -114,6 +118,8 @@ class Life:
     killed_at: int | None = None
     ended_at: int | None = None
     """The orderly end."""
+    runners: int | None = None
+    """How many there were in it; None where that is not known."""
 
 
 @dataclass(slots=True)
@@ -180,6 +186,12 @@ STATES: Final = {
 }  # fmt: skip
 FINAL: Final = frozenset({"succeeded", "failed", "dead", "cancelled"})
 
+
+def name_of(state: object) -> str:
+    """As users know it. One that there is none of is for the judges to find."""
+    return STATES[state] if isinstance(state, int) and state in STATES else f"state {state}"
+
+
 _COLUMNS: Final = (
     "state", "kind", "key", "attempt", "claims", "interruptions", "cancel_requested", "priority",
     "enqueued_at", "run_at", "deadline", "lease_until", "started_at", "finished_at", "result",
@@ -217,10 +229,15 @@ def audit_schema(*, at: str = REAL_TIME, who: str = "NULL", wall: str = "NULL") 
         trigger("insert", "new", "CAST(new.payload AS TEXT)"),
         trigger("update", "new", "NULL"),
         trigger("delete", "old", "NULL"),
-        "CREATE TABLE audit_past (seq INTEGER PRIMARY KEY, job, claim, outcome)",
+        """
+        CREATE TABLE audit_past (
+            seq INTEGER PRIMARY KEY, job, claim, outcome, failure, failure_type
+        )
+        """,
         """
         CREATE TRIGGER audit_past_insert AFTER INSERT ON trio_jobs_past BEGIN
-            INSERT INTO audit_past (job, claim, outcome) VALUES (new.job, new.claim, new.outcome);
+            INSERT INTO audit_past (job, claim, outcome, failure, failure_type)
+            VALUES (new.job, new.claim, new.outcome, new.failure, new.failure_type);
         END
         """,
         "CREATE TABLE audit_owner (owner INTEGER, place TEXT, pid INTEGER, started INTEGER)",
@@ -275,6 +292,8 @@ class Step:
     """Of an inserted row, as text."""
     outcome: str | None = None
     """Of a step that ends a claim: what the record of that start says. None: there is none."""
+    past_failure: str = ""
+    """All that the same record says of why."""
 
     @property
     def is_claim(self) -> bool:
@@ -315,7 +334,7 @@ def read_audit(path: str) -> Audit:
 AUDIT_QUERIES: Final = (
     f"SELECT seq, at, who, wall, event, job, payload, {', '.join(_COLUMNS)} FROM audit_job"
     " ORDER BY seq",
-    "SELECT job, claim, outcome FROM audit_past ORDER BY seq",
+    "SELECT job, claim, outcome, failure, failure_type FROM audit_past ORDER BY seq",
     "SELECT owner, place, pid, started FROM audit_owner",
 )
 """What `audit_of` is made from."""
@@ -324,19 +343,18 @@ AUDIT_QUERIES: Final = (
 def audit_of(
     jobs: Iterable[Sequence[Any]], past: Iterable[Sequence[Any]], owners: Iterable[Sequence[Any]]
 ) -> Audit:
-    outcomes = {(job, claim): outcome for job, claim, outcome in past}
+    pasts = {(job, claim): (outcome, f"{why} {type}") for job, claim, outcome, why, type in past}
     images: dict[int, Image] = {}
     steps = []
     for seq, at, who, wall, event, job, payload, state, *columns in jobs:
         before = images.pop(job, None)
-        # A state that there is none of is for the judges to find.
-        name = STATES.get(state, f"state {state}")
-        after = None if event == "delete" else Image(name, *columns)
+        after = None if event == "delete" else Image(name_of(state), *columns)
         step = Step(seq, at, who, wall, job, before, after, payload)
         if after is not None:
             images[job] = after
         if before is not None and step.ends_claim:
-            step = dataclasses.replace(step, outcome=outcomes.get((job, before.claims)))
+            outcome, why = pasts.get((job, before.claims), (None, ""))
+            step = dataclasses.replace(step, outcome=outcome, past_failure=why)
         steps.append(step)
     return Audit(steps, {owner: (place, pid, since) for owner, place, pid, since in owners})
 
@@ -381,9 +399,15 @@ class Evidence:
     rules: Mapping[str, Rules]
     canary: str = ""
     """A word that is in every payload; "" where there is none."""
+    raised: str = ""
+    """A word that is in the text of every exception: it may be logged, and not be stored."""
     rest: Rest | None = None
     settle_by: int | None = None
     """By when everything had to have ended."""
+    calm_since: int | None = None
+    """From when on nothing goes wrong, all clocks are right, and a worker is free for any job."""
+    prompt: int = 0
+    """Nanoseconds within which what is asked for then has to begin."""
     resolution: int = 0
     """Nanoseconds by which two `at` of different processes may be wrong."""
     max_log: int = 32_000_000

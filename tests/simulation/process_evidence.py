@@ -19,7 +19,6 @@ from .child_client import CANARY
 from .child_handlers import KINDS
 from .diary import lines_of
 from .evidence import (
-    STATES,
     Call,
     Evidence,
     Fault,
@@ -31,6 +30,7 @@ from .evidence import (
     Start,
     Stop,
     audit_schema,
+    name_of,
     read_audit,
 )
 from .fleet import Process
@@ -92,7 +92,7 @@ def _rest_of(database: Path) -> Rest:
             can_write=can_write,
             integrity=integrity,
             log_bytes=_size(Path(f"{database}-wal")),
-            states={id: STATES[code] for id, code in states},
+            states={id: name_of(code) for id, code in states},
         )
 
 

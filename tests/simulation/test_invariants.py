@@ -415,6 +415,55 @@ def test_only_a_pause_when_it_had_to_stop_excuses_a_handler(
     assert case.broken() == ({"I5"} if is_broken else set())
 
 
+def _take_up(case: Case, *, suspects: int = 0, number: int = 2) -> list[Start]:
+    """Jobs that "a" had when it died, all at a time by "b"."""
+    for job in range(1, number + 1):
+        case.enqueue(job, failure="worker lost" if job <= suspects else None)
+        case.claim(job, lease=10**6)
+    for life in case.history.lives:
+        life.runners = 1
+        if life.process == "a":
+            life.killed_at = case.now()
+    case.moment += 10**6
+    for job in range(1, number + 1):
+        case.end(job, "queued", "b", outcome="lost", failure="worker lost")
+        case.claim(job, "b")
+    return case.history.starts[number:]
+
+
+def test_lost_rows_that_are_taken_up_all_at_a_time(case: Case) -> None:
+    for start in _take_up(case):
+        case.finish(start)
+
+    assert case.broken() == {"I5"}
+
+
+def test_of_several_runners_each_takes_up_one(case: Case) -> None:
+    starts = _take_up(case)
+    case.history.lives[2].runners = None
+    for start in starts:
+        case.finish(start)
+
+    assert case.broken() == set()
+
+
+@pytest.mark.parametrize("suspects", [0, 1])
+def test_a_row_that_was_lost_twice_and_is_taken_up_beside_others(case: Case, suspects: int) -> None:
+    starts = _take_up(case, number=1)
+    case.finish(starts[0])
+    for job in (2, 3):
+        case.enqueue(job, failure="worker lost" if job == 2 and suspects else None)
+        case.claim(job, "a", lease=10)
+        case.moment += 100
+    for job in (2, 3):
+        case.end(job, "queued", "b", outcome="lost", failure="worker lost")
+        starts.append(case.claim(job, "b"))
+    for start in starts[1:]:
+        case.finish(start)
+
+    assert case.broken() == ({"I5"} if suspects else set())
+
+
 # I6.
 
 
@@ -584,6 +633,88 @@ def test_a_state_that_was_not_so(case: Case) -> None:
     case.finish(case.claim())
     call = case.history.call("get", "client", case.now(), job=1)
     call.ok(case.now(), ids=(1,), states=("dead",))
+
+    assert case.broken() == {"I9"}
+
+
+@pytest.mark.parametrize("answer", ["found", "found twice", "the dead one", "not found"])
+def test_what_finds_all_leaves_nothing_out(case: Case, answer: str) -> None:
+    case.enqueue(1)
+    case.enqueue(2)
+    call = case.history.call("find", "client", case.now())
+    ids = {"found": (1, 2), "found twice": (1, 2, 2), "the dead one": (2, 1), "not found": (2,)}
+    call.ok(case.now(), ids=ids[answer], states=("queued",) * len(ids[answer]))
+    case.finish(case.claim(1))
+    case.finish(case.claim(2))
+
+    assert case.broken() == (set() if answer == "found" else {"I9"})
+
+
+def test_a_job_that_may_not_be_committed_yet_need_not_be_found(case: Case) -> None:
+    asked = case.history.call("enqueue_on", "client", case.now(), payloads=('"canary 1"',))
+    case.step(1, "client")
+    case.history.call("find", "client", case.now()).ok(case.now())
+    case.history.call("counts", "client", case.now()).ok(case.now(), counts={"queued": 0})
+    asked.ok(case.now(), ids=(1,))
+    case.finish(case.claim())
+
+    assert case.broken() == set()
+
+
+def test_an_answer_of_jobs_without_their_states(case: Case) -> None:
+    case.enqueue()
+    case.history.call("get", "client", case.now(), job=1).ok(case.now(), ids=(1,))
+    case.finish(case.claim())
+
+    assert case.broken() == {"I9"}
+
+
+@pytest.mark.parametrize(
+    ("past", "broken"),
+    [
+        (((1, "failed"), (2, "failed")), set()),
+        (((2, "failed"), (1, "failed")), {"I9"}),
+        (((1, "failed"),), {"I9"}),
+        (((1, "failed"), (2, "lost")), {"I9"}),
+        (((1, "failed"), (2, "failed"), (3, "failed")), {"I9"}),
+    ],
+)
+def test_a_history_that_is_not_true(
+    case: Case, past: tuple[tuple[int, str], ...], broken: set[str]
+) -> None:
+    case.enqueue()
+    case.fail(case.claim())
+    case.fail(case.claim(), "dead")
+    case.history.call("history", "client", case.now(), job=1).ok(case.now(), past=past)
+
+    assert case.broken() == broken
+
+
+@pytest.mark.parametrize("verb", ["get", "find", "wait_finished", "history", "cancel", "retry"])
+def test_an_answer_about_a_job_that_there_is_not(case: Case, verb: Any) -> None:
+    call = case.history.call(verb, "client", case.now(), job=None if verb == "find" else 7)
+    call.ok(case.now(), ids=(7,), states=("dead",), answer=True, past=())
+
+    assert case.broken() == {"I9"}
+
+
+@pytest.mark.parametrize(("queued", "broken"), [(0, {"I9"}), (1, set()), (2, set()), (3, {"I9"})])
+def test_counts_that_are_not_true(case: Case, queued: int, broken: set[str]) -> None:
+    case.enqueue(1)
+    case.enqueue(2)
+    call = case.history.call("counts", "client", case.now())
+    start = case.claim(1)
+    call.ok(case.now(), counts={"queued": queued, "running": 2 - queued if queued < 3 else 0})
+    case.finish(start)
+    case.finish(case.claim(2))
+    if queued == 0:
+        call.ok(call.answered_at or 0, counts={"queued": 0, "running": 1})
+
+    assert case.broken() == broken
+
+
+def test_a_refusal_that_nobody_knows_of(case: Case) -> None:
+    case.history.call("retry", "client", 1, job=1).failed(2, "Conflict")
 
     assert case.broken() == {"I9"}
 
@@ -759,6 +890,14 @@ def test_a_refusal_where_nothing_was_wrong(case: Case) -> None:
     assert case.broken() == {"I15"}
 
 
+@pytest.mark.parametrize("at", [1, 500])
+def test_a_refusal_at_a_time_when_nothing_was_wrong(case: Case, at: int) -> None:
+    case.history.faults.append(Fault("I/O error", 1, "client", until=100))
+    case.history.call("retry", "client", at, job=1).failed(at + 1, "StoreError")
+
+    assert case.broken() == ({"I15"} if at == 500 else set())
+
+
 def test_a_job_that_waits_for_ever(case: Case) -> None:
     case.enqueue()
 
@@ -781,6 +920,63 @@ def test_a_payload_in_a_failure_or_in_the_log(case: Case) -> None:
     case.enqueue(kind="last")
     case.fail(case.claim(), "dead", failure="canary 1 is not a number")
     assert case.broken() == {"I18"}
+
+
+def test_a_payload_in_the_failure_of_a_past_start(case: Case) -> None:
+    case.enqueue()
+    case.fail(case.claim())
+    case.finish(case.claim())
+    case.steps[2] = dataclasses.replace(case.steps[2], past_failure="canary 1 is not a number")
+
+    assert case.broken() == {"I18"}
+
+
+def test_the_text_of_an_exception_may_be_logged_and_not_be_stored(case: Case) -> None:
+    case.settings["raised"] = "unspeakable"
+    case.history.logs.append(LogLine(logging.ERROR, "job 1 raised: unspeakable"))
+    assert case.broken() == set()
+
+    case.enqueue(kind="last")
+    case.fail(case.claim(), "dead", failure="unspeakable")
+    assert case.broken() == {"I18"}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_is_late_when_all_is_well(case: Case, late: bool) -> None:
+    case.settings |= {"calm_since": 1, "prompt": 100}
+    case.enqueue()
+    case.moment += 200 * late
+    case.finish(case.claim())
+
+    assert case.broken() == ({"I16"} if late else set())
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_cancel_that_another_process_hears_of_too_late(case: Case, late: bool) -> None:
+    case.settings |= {"calm_since": 1, "prompt": 100}
+    case.enqueue()
+    start = case.claim()
+    call = case.history.call("cancel", "client", case.now(), job=1)
+    case.step(1, "client", cancel_requested=1)
+    call.ok(case.now(), answer=True)
+    case.moment += 200 * late
+    case.finish(start, "cancelled", result=None, outcome="cancelled")
+
+    assert case.broken() == ({"I16"} if late else set())
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_a_dead_process_had_is_taken_up_soon(case: Case, late: bool) -> None:
+    case.settings |= {"calm_since": 1, "prompt": 100}
+    case.enqueue(kind="last")
+    case.claim()
+    for life in case.history.lives:
+        if life.process == "a":
+            life.identity, life.killed_at = ("here", 1, 1), case.now()
+    case.moment += 200 * late
+    case.end(1, "dead", "b", outcome="lost", failure="worker lost")
+
+    assert case.broken() == ({"I16"} if late else set())
 
 
 @pytest.mark.parametrize("faults", [0, 1])
@@ -817,7 +1013,7 @@ def test_the_audit_sees_what_the_store_writes_and_loses_what_is_rolled_back(
         " SET state = 2, claims = 1, lease_until = 9"
     )
     connection.execute("UPDATE trio_jobs_job SET state = 1, lease_until = NULL")
-    connection.execute("INSERT INTO trio_jobs_past VALUES (3, 1, 1, 0, 0, 'lost', NULL, NULL)")
+    connection.execute("INSERT INTO trio_jobs_past VALUES (3, 1, 1, 0, 0, 'lost', 'no more', NULL)")
     connection.close()
 
     inserted, claimed, ended = read_audit(path).steps
@@ -828,4 +1024,5 @@ def test_the_audit_sees_what_the_store_writes_and_loses_what_is_rolled_back(
     assert claimed.before == inserted.after
     assert ended.ends_claim
     assert ended.outcome == "lost"
+    assert ended.past_failure == "no more None"
     assert 0 <= ended.at - inserted.at < 60 * 10**9

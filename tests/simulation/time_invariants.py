@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Final
 
 from .evidence import Step, Stop
-from .timeline import Claim, Found, Timeline
+from .timeline import CLOCKS, Claim, Found, Timeline
 
 _SECOND: Final = 1_000_000_000
 _FINAL_WRITES: Final = 2 * _SECOND
@@ -20,8 +20,6 @@ _PAUSES: Final = frozenset(
     {"freeze", "blocked loop", "suspended machine", "delay", "wait for a lock"}
 )
 """The faults that keep a process from running."""
-_CLOCKS: Final = frozenset({"clock step", "skewed clock"})
-"""The faults of its clock."""
 
 
 def attempts_do_not_overlap(timeline: Timeline) -> Found:
@@ -49,7 +47,7 @@ def _ran_in_time(timeline: Timeline, before: Claim, claim: Claim) -> bool:
         fault.process in (None, before.holder, claim.holder)
         and fault.at <= claim.step.at
         and (
-            fault.what in _CLOCKS
+            fault.what in CLOCKS
             or (
                 fault.what in _PAUSES
                 and (fault.at if fault.until is None else fault.until) >= since
@@ -115,7 +113,8 @@ def nothing_starts_too_early_or_late(timeline: Timeline) -> Found:
         if image is None or image.started_at is None:
             continue
         is_early = image.run_at > max(image.started_at, image.enqueued_at)
-        if is_early and not claim.takes_up and _has_right_clock(timeline, claim.holder):
+        # One call of `run_once` goes by the instant it began at, wherever the clock went since.
+        if is_early and not claim.takes_up and not timeline.has_wrong_clock(claim.holder):
             yield job, f"was claimed at {image.started_at}, and due at {image.run_at}"
         if image.deadline is None:
             continue
@@ -124,14 +123,6 @@ def nothing_starts_too_early_or_late(timeline: Timeline) -> Found:
         for start in timeline.starts.get((job, token), ()):
             if start.wall is not None and start.wall >= image.deadline:
                 yield job, f"was started at {start.wall}, its deadline is {image.deadline}"
-
-
-def _has_right_clock(timeline: Timeline, process: str | None) -> bool:
-    # One call of `run_once` goes by the instant it began at, wherever the clock went since.
-    return not any(
-        fault.what in _CLOCKS and fault.process in (None, process)
-        for fault in timeline.evidence.history.faults
-    )
 
 
 def refused_ends_are_written_again(timeline: Timeline) -> Found:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from .evidence import Evidence, Image, Start, Step
 
@@ -14,6 +14,9 @@ Token: TypeAlias = tuple[int, int]
 
 Found: TypeAlias = Iterator[tuple[int | None, str]]
 """What a judge says is wrong: (the job, if it is about one; a sentence)."""
+
+CLOCKS: Final = frozenset({"clock step", "skewed clock"})
+"""The faults of a clock."""
 
 
 @dataclass(slots=True)
@@ -25,6 +28,8 @@ class Claim:
     """The process, where it is known."""
     takes_up: bool = False
     """It takes up a lost row, which is due at once."""
+    is_suspect: bool = False
+    """That row was lost the time before, too."""
     changes: list[Step] = field(default_factory=list)
     """Renewals, publications and requests to cancel."""
     end: Step | None = None
@@ -56,6 +61,14 @@ class Timeline:
             for life in evidence.history.lives
             if (at := life.killed_at if life.ended_at is None else life.ended_at) is not None
         }
+        self.known_since: dict[int, int] = {}
+        """When somebody was first told of a job: it was committed by then."""
+        for call in evidence.history.calls:
+            at = call.answered_at
+            if at is not None:
+                self.known_since |= {
+                    job: min(at, self.known_since.get(job, at)) for job in call.ids
+                }
         for start in evidence.history.starts:
             self.starts[start.job, start.token].append(start)
         for step in evidence.audit.steps:
@@ -76,7 +89,11 @@ class Timeline:
             token = step.job, step.after.claims
             earlier = self.steps[step.job][-2:-1]
             takes_up = any(one.outcome == "lost" for one in earlier)
-            self.claims.setdefault(token, Claim(step, self._holder(step), takes_up))
+            is_suspect = takes_up and any(
+                one.before is not None and one.before.failure == "worker lost" for one in earlier
+            )
+            claim = Claim(step, self._holder(step), takes_up, is_suspect)
+            self.claims.setdefault(token, claim)
 
     def _holder(self, step: Step) -> str | None:
         if step.who is not None or step.after is None or step.after.owner is None:
@@ -101,6 +118,13 @@ class Timeline:
     def was_disturbed(self, process: str, since: int, until: int) -> bool:
         """Something was made to go wrong with that process then."""
         return any(at <= until and to >= since for at, to in self.disturbances(process))
+
+    def has_wrong_clock(self, process: str | None) -> bool:
+        """Or had one."""
+        return any(
+            fault.what in CLOCKS and fault.process in (None, process)
+            for fault in self.evidence.history.faults
+        )
 
     def disturbances(self, process: str) -> list[tuple[int, int]]:
         """From when to when something was."""
@@ -127,6 +151,10 @@ class Timeline:
             before = step.after
         if not is_told:
             yield before
+
+    def was_known(self, job: int, at: int) -> bool:
+        """It was committed by then, for sure; an insert is witnessed when it is made."""
+        return self.known_since.get(job, at) < at
 
     def between(self, job: int, since: int, until: int | None) -> Iterator[Step]:
         """The changes of a row in an interval."""
