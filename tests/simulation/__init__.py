@@ -9,12 +9,13 @@ What is known of a run, and what must be true of it, whoever made it:
 
 Simulated processes, in virtual time:
 
-    plan         all that a seed decides, as data
+    plan         all that a seed decides, as data; `flavours` that are about one thing
     world        processes with clocks, connections and fates of their own on one real file
     store        the real store, with its seams in the world's hands; `latency` its thread
     faults       what can go wrong with a statement; `witness` hears what the library logs
     handlers     what jobs do; `clients` what is asked for
     runs         one run: chaos, healing, and the verdict; `many` of them in several processes
+    visits       what is asked for when all is healed
     coverage     which rare ways a run went
     shrink       makes a failing plan small; `report` prints it; `kept` has those of the past
     sweep        every fault in turn, over one script

@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from . import mutants, power, processes, report, sweep
+from .flavours import draw
 from .many import ENOUGH, Summary, run_many
 from .options import first_option, refuse_beside
-from .plan import draw
 from .runs import run
 from .shrink import shrink
 

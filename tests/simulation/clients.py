@@ -12,7 +12,7 @@ import apsw
 import trio
 
 import trio_jobs
-from trio_jobs import Handler, Job, JobNotFound, Kind, StateError, StoreError
+from trio_jobs import Handler, Job, JobNotFound, Kind, PastAttempt, StateError, StoreError
 
 from .evidence import Call, Verb
 from .plan import CANARY, ClientStep
@@ -49,6 +49,11 @@ def _answered(process: Process, call: Call, answer: Any) -> None:
         call.ok(at, ids=(answer,))
     elif isinstance(answer, Job):
         call.ok(at, ids=(answer.id,), states=(answer.state.value,))
+    elif call.verb == "history":
+        past: list[PastAttempt] = answer
+        call.ok(at, past=tuple((one.claim, one.outcome) for one in past))
+    elif call.verb == "counts":
+        call.ok(at, counts={state.value: number for state, number in answer.items()})
     elif isinstance(answer, list) and all(isinstance(one, Job) for one in answer):
         call.ok(
             at,
@@ -99,18 +104,26 @@ class Client:
             await self.enqueue(step)
         elif step.verb == "find":
             await recorded(process, "find", lambda: jobs.find(limit=1000))
+        elif step.verb == "counts":
+            await recorded(process, "counts", jobs.counts)
         elif step.verb == "prune":
             await recorded(process, "prune", lambda: self.prune(step.seconds))
         elif step.verb == "run_once":
             await self.run_once(step)
         elif known := list(process.world.jobs):
-            job = known[step.target % len(known)]
-            ask: Callable[[int], Awaitable[Any]] = getattr(jobs, step.verb)
-            await recorded(process, step.verb, lambda: ask(job), job=job)
+            await self.ask_of(step.verb, known[step.target % len(known)])
+
+    async def ask_of(self, verb: Verb, job: int) -> Any:
+        """Ask what is asked of one job."""
+        ask: Callable[[int], Awaitable[Any]] = getattr(self.process.jobs, verb)
+        return await recorded(self.process, verb, lambda: ask(job), job=job)
 
     async def enqueue(self, step: ClientStep) -> None:
-        jobs, kind = self.process.jobs, self.kinds[step.kind]
-        payloads = [f"{CANARY} {step.number}.{index}" for index in range(step.count)]
+        jobs = self.process.jobs
+        kind: Kind[Any, str] = self.kinds[step.kind]
+        payloads: list[Any] = [f"{CANARY} {step.number}.{index}" for index in range(step.count)]
+        if step.is_misfit:
+            kind, payloads = _other_version_of(kind), [[text] for text in payloads]
         asked: dict[str, Any] = {"delay": step.delay, "priority": step.priority}
         if step.deadline is not None:
             wall = datetime.fromtimestamp(self.process.wall(), UTC)
@@ -135,7 +148,7 @@ class Client:
         )
 
     async def enqueue_on(
-        self, step: ClientStep, kind: Kind[str, str], payload: str, asked: dict[str, Any]
+        self, step: ClientStep, kind: Kind[Any, str], payload: Any, asked: dict[str, Any]
     ) -> int:
         """The application's own transaction. Rolled back, it is as if it had been refused."""
         process = self.process
@@ -174,11 +187,17 @@ class Client:
             native.close(True)
 
     async def run_once(self, step: ClientStep) -> None:
+        self.process.life.runners = None  # it is one more, for as long as it lasts
         own_time = step.commits
         wall = datetime.fromtimestamp(self.process.wall() + step.seconds, UTC)
         now = None if own_time else wall
         with contextlib.suppress(StoreError):
             await trio_jobs.run_once(self.process.jobs, self.handlers(own_time), now=now, workers=2)
+
+
+def _other_version_of(kind: Kind[Any, str]) -> Kind[list[str], str]:
+    """As a process has it in which the payload was another type."""
+    return Kind(kind.name, list[str], str, priority=kind.priority)
 
 
 async def _cancel_after(checkpoints: int, scope: trio.CancelScope) -> None:

@@ -20,6 +20,7 @@ class _End:
         assert step.before is not None
         self.outcome = step.outcome
         self.before = step.before
+        self.failure = None if step.after is None else step.after.failure
         self.state = "removed" if step.after is None else step.after.state
         self.by_holder = step.who == claim.holder
         over = step.before.lease_until
@@ -50,9 +51,14 @@ _ENDS: Final[Mapping[str, Callable[[_End], bool]]] = {
     "claim handed back": lambda end: end.outcome is None and end.state == "queued",
     "claim handed back and cancelled": lambda end: end.outcome is None and end.state == "cancelled",
     "interrupted": lambda end: end.outcome == "interrupted" and end.state == "queued",
+    "interruption that counts": lambda end: (
+        end.outcome == "interrupted" and end.interruptions >= 10
+    ),
+    "dead of interruptions": lambda end: end.outcome == "interrupted" and end.state == "dead",
     "interrupted, and fails by it": lambda end: (
         end.outcome == "interrupted" and end.state == "failed"
     ),
+    "payload does not decode": lambda end: end.failure == "payload does not decode",
     "timed out": lambda end: end.outcome == "timed out",
     "retry later": lambda end: end.outcome == "retry later",
     "dead after attempts": lambda end: end.outcome == "failed" and end.state == "dead",
@@ -83,7 +89,7 @@ _STORE: Final = (
     "publication or cancel refused", "renewal refused", "suspect taken alone",
     "lost rows held back", "more than could be taken", "checkpoint",
     "publication after the end refused", "enqueue unknown", "enqueue_many unknown",
-    "cancel unknown", "retry unknown",
+    "cancel unknown", "retry unknown", "neighbour wrote", "neighbour did not get the lock",
 )  # fmt: skip
 """What is counted while it happens, by the simulated store and clients."""
 
@@ -123,5 +129,5 @@ def _ways(evidence: Evidence) -> Iterator[str]:
             yield what
             if not timeline.was_disturbed(stop.process, stop.begun_at, stop.ended_at):
                 yield f"{what} without a disturbance"
-    if not history.faults and all(life.killed_at is None for life in history.lives):
+    if timeline.nothing_went_wrong():
         yield "nothing went wrong"

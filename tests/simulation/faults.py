@@ -40,6 +40,8 @@ def fits(fault: StatementFault, sql: str, in_transaction: bool) -> bool:
         return not in_transaction
     if fault.name == "busy snapshot":
         return in_transaction and sql != "ROLLBACK"
+    if fault.name == "neighbour":
+        return in_transaction and sql not in ("COMMIT", "ROLLBACK")
     if fault.name == "full":
         return in_transaction and is_write(sql)
     return sql != "ROLLBACK"
@@ -54,6 +56,9 @@ def strike(
 ) -> list[Record]:
     """Run the statement, or not, with what goes wrong."""
     world = process.world
+    if fault.name == "neighbour":  # nothing goes wrong with that
+        world.write_as_neighbour()
+        return connection.execute(sql, values)
     lasts = fault.seconds if fault.name in ("I/O errors", "full", "commit unknown") else 0.0
     world.note_fault(fault.name, None if fault.name in ("full", "delay") else process, lasts)
     match fault.name:

@@ -22,7 +22,7 @@ from trio_jobs import (
 
 from .clients import recorded
 from .evidence import Publication, Start
-from .plan import Act, KindPlan
+from .plan import CANARY, RAISED, Act, KindPlan
 from .world import Process
 
 
@@ -118,13 +118,13 @@ class _Acting:
             case "retry later":
                 raise RetryLater(act.seconds)
             case "error":
-                raise ValueError("wrong")
+                raise ValueError(f"wrong {RAISED}")
             case "group of errors":
-                raise ExceptionGroup("two", [Fail("one"), ValueError("two")])
+                raise ExceptionGroup("two", [Fail("one"), ValueError(RAISED)])
             case "group of fails":
-                raise ExceptionGroup("two", [Fail("one"), Fail("two")])
+                raise ExceptionGroup(RAISED, [Fail("one"), Fail("two")])
             case "base exception":
-                raise Exotic
+                raise Exotic(RAISED)
             case "keyboard interrupt":
                 raise KeyboardInterrupt
             case "child error":
@@ -132,8 +132,8 @@ class _Acting:
                     nursery.start_soon(trio.sleep_forever)
                     nursery.start_soon(self.raise_soon)
             case "misfit":
-                return 7  # type: ignore[return-value]
-            case "sleep":
+                return {CANARY: self.attempt.payload}  # type: ignore[return-value]
+            case "sleep" | "wait":
                 await trio.sleep(act.seconds)
             case "block":
                 await self.process.block(act.seconds)
@@ -163,7 +163,7 @@ class _Acting:
 
     async def raise_soon(self) -> None:
         await trio.lowlevel.checkpoint()
-        raise ValueError("in a child")
+        raise ValueError(f"in a child {RAISED}")
 
     async def publish(self, what: object) -> None:
         world = self.process.world

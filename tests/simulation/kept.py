@@ -1,7 +1,8 @@
 """The seeds that ever failed, each with what it found. They run on every push.
 
 When the drawing of plans changes, a seed means another plan. So what one finds in the library
-also gets a test of its own.
+also gets a test of its own. These were found before plans had flavours, and mean what
+`draw_ordinary` makes of them, which has drawn the same ever since.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from contextvars import Context
+from typing import Final
 
 import trio
 
@@ -18,36 +19,43 @@ from trio_jobs._batch import Write
 
 from .world import Process
 
+_REPLACED: Final = ("_flush", "_deliver")
+
 
 def let_writing_take_time(process: Process, jobs: Jobs) -> None:
     """Batches of these jobs wait before they are committed, and answers before they are heard:
-    each up to the process's latency."""
-    bridge = jobs._bridge
+    each up to the process's latency, answers also longer."""
+    bridge, settings = jobs._bridge, process.settings
+    # By other names they would go on as ever, and nothing would take time any more.
+    for name in _REPLACED:
+        assert callable(getattr(type(bridge), name, None)), f"a Bridge has no {name}"
     flush, deliver = bridge._flush, bridge._deliver
     answered: deque[Sequence[Write]] = deque()
 
-    def later(call: object) -> None:
-        trio.lowlevel.spawn_system_task(_after, process, call, context=Context())
+    def later(call: object, seconds: float) -> None:
+        wait = process.random.uniform(0, seconds)
+        trio.lowlevel.spawn_system_task(_after, process, wait, call, context=Context())
 
     def hear() -> None:
         if answered:
             deliver(answered.popleft())
 
     def flush_later() -> None:
-        later(flush) if process.settings.latency else process.run(flush)
+        later(flush, settings.latency) if settings.latency else process.run(flush)
 
     def deliver_later(batch: Sequence[Write]) -> None:
         answered.append(batch)
-        if process.settings.latency and not bridge.is_closed:
-            later(hear)
-        while answered and (bridge.is_closed or not process.settings.latency):
+        seconds = settings.latency + settings.answers
+        if seconds and not bridge.is_closed:
+            later(hear, seconds)
+        while answered and (bridge.is_closed or not seconds):
             hear()
 
     bridge._flush = flush_later  # type: ignore[method-assign]
     bridge._deliver = deliver_later  # type: ignore[method-assign]
 
 
-async def _after(process: Process, call: object) -> None:
+async def _after(process: Process, seconds: float, call: object) -> None:
     assert callable(call)
-    await trio.sleep(process.random.uniform(0, process.settings.latency))
+    await trio.sleep(seconds)
     process.run(call)

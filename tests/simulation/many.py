@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Final
 
-from .plan import draw
+from .flavours import draw
 from .runs import run
 
 _CHUNK: Final = 10

@@ -20,13 +20,15 @@ T = TypeVar("T")
 
 CANARY: Final = "canary"
 """In every payload, and nowhere else."""
+RAISED: Final = "unspeakable"
+"""In the text of every exception that no `Fail` is."""
 
 # Handlers.
 
 ActName: TypeAlias = Literal[
     "return", "fail", "refuse", "retry later", "error", "group of errors", "group of fails",
     "base exception", "keyboard interrupt", "child error", "misfit", "sleep", "block", "swallow",
-    "shield", "publish", "publish after the end", "enqueue", "kill",
+    "shield", "publish", "publish after the end", "enqueue", "kill", "wait",
 ]  # fmt: skip
 
 
@@ -47,6 +49,7 @@ STRANGE: Final[Sequence[ActName]] = (
 DURATIONS: Final = {
     "retry later": (0.0, 1.0, 7.0),
     "sleep": (0.1, 1.0, 5.0, 40.0),
+    "wait": (40.0,),
     "block": (1.0, 4.0, 20.0),
     "swallow": (1.0, 6.0),
     "shield": (1.0, 6.0, 15.0),
@@ -86,6 +89,10 @@ class ProcessPlan:
     """Its log is checkpointed at every occasion."""
     latency: float
     """Seconds that a transaction waits to begin, and its answer to be heard, at most."""
+    answers: float = 0.0
+    """Seconds that answers take beyond that, at most."""
+    lingers: float = 0.0
+    """Seconds that it lives on after its runners."""
 
 
 # What clients do.
@@ -111,13 +118,15 @@ class ClientStep:
     commits: bool = True
     cancel_after: int | None = None
     """Checkpoints until the call is cancelled."""
+    is_misfit: bool = False
+    """Whoever enqueues has another type for the payload than those who run it."""
 
 
 # What goes wrong.
 
 FaultName: TypeAlias = Literal[
     "crash before", "crash after", "busy", "busy snapshot", "I/O error", "I/O errors", "full",
-    "commit reports an error", "commit fails", "commit unknown", "delay",
+    "commit reports an error", "commit fails", "commit unknown", "delay", "neighbour",
 ]  # fmt: skip
 EventName: TypeAlias = Literal[
     "kill", "freeze", "stop", "drain", "clock", "suspend", "lock", "busy reader", "unplug"
@@ -145,6 +154,12 @@ class StatementFault:
     coin: bool = False
 
 
+VISITS: Final = 1_000_000
+"""From this number on steps are of no plan: they come when all is healed, to see how it does."""
+VISITS_WAIT: Final = (VISITS, VISITS + 100)
+"""Those of them whose job does not return at its first start."""
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     number: int
@@ -167,23 +182,32 @@ class Plan:
     events: tuple[Event, ...]
     restart_after: tuple[float, ...]
     heals_by_stop: bool
+    scripts: tuple[int, ...] = (1, 1, 2, 3, 4)
+    """How many starts of a job have something of their own to do; one of these."""
+    is_visited: bool = True
+    """When all is healed, `visits` are made."""
 
     def script(self, payload: str) -> list[Act]:
         """What the starts of that job do, one after the other; the last again and again."""
+        number = payload.removeprefix(f"{CANARY} ").partition(".")[0]
+        if number.isdecimal() and int(number) >= VISITS:
+            return [Act("wait", 40.0)] * (int(number) in VISITS_WAIT) + [Act("return")]
         chance = random.Random(f"{self.seed}/{payload}")
         acts = []
-        for _ in range(chance.choice([1, 1, 2, 3, 4])):
+        for _ in range(chance.choice(self.scripts)):
             name = chance.choice(self.acts)
             acts.append(Act(name, chance.choice(DURATIONS.get(name, (0.0,)))))
         acts.append(Act("return"))
         return acts
 
     def pieces(self) -> list[str]:
-        """The names of all that can be taken out: s for steps, f for faults, e for events."""
+        """The names of all that can be taken out: s for steps, f for faults, e for events, and
+        the visits."""
         return [
             *(f"s{step.number}" for step in self.steps),
             *(f"f{fault.number}" for fault in self.faults),
             *(f"e{event.number}" for event in self.events),
+            *(["visits"] if self.is_visited else []),
         ]
 
     def only(self, pieces: Collection[str]) -> Plan:
@@ -193,6 +217,7 @@ class Plan:
             steps=tuple(step for step in self.steps if f"s{step.number}" in kept),
             faults=tuple(fault for fault in self.faults if f"f{fault.number}" in kept),
             events=tuple(event for event in self.events if f"e{event.number}" in kept),
+            is_visited=self.is_visited and "visits" in kept,
         )
 
 
@@ -200,8 +225,8 @@ TAKEOVERS: Final = 0.25
 """Share of the plans that are about claims which outlive their lease."""
 
 
-def draw(seed: int) -> Plan:
-    """The plan of a seed."""
+def draw_ordinary(seed: int) -> Plan:
+    """What a seed says of everything; see `flavours`."""
     chance = random.Random(seed)
     plan = _draw(seed, chance)
     return _with_takeovers(plan, chance) if chance.random() < TAKEOVERS else plan

@@ -180,7 +180,7 @@ def nothing_fails_by_itself(timeline: Timeline) -> Found:
         # A lock may be held by an application's transaction, which is none of our faults.
         if call.error == "StoreError" and not _was_hindered(timeline, call):
             yield call.job, f"{call.verb} was refused by the store"
-    if history.faults or any(life.killed_at is not None for life in history.lives):
+    if not timeline.nothing_went_wrong():
         return
     for line in history.logs:
         if line.level >= logging.WARNING and not _BY_HANDLERS.search(line.text):

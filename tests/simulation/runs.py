@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -26,12 +26,22 @@ from trio_jobs._drivers import Values
 from .chance import scheduling
 from .clients import Client
 from .coverage import ways_of
-from .evidence import AUDIT_QUERIES, STATES, Evidence, Rest, Rules, Stop, audit_of, audit_schema
+from .evidence import (
+    AUDIT_QUERIES,
+    Evidence,
+    Rest,
+    Rules,
+    Stop,
+    audit_of,
+    audit_schema,
+    name_of,
+)
 from .handlers import handlers_of, kind_of
 from .invariants import Violation, check_all
 from .latency import let_writing_take_time
-from .plan import CANARY, Event, Plan, ProcessPlan
+from .plan import CANARY, RAISED, Event, Plan, ProcessPlan
 from .store import SimulatedStore
+from .visits import Visits, is_any_left
 from .witness import witnessed
 from .world import Process, World, folder, frozen_tasks_do_not_run, process_of
 
@@ -39,6 +49,8 @@ SETTLES_WITHIN: Final = 1500.0
 """Seconds: the longest leases (60 s), delays, backoffs and handlers one after the other."""
 LOOKS_EVERY: Final = 10.0
 HEALER: Final = -1
+PROMPT: Final = 11.0
+"""Seconds: the healer's poll, and one more."""
 HEALTHY: Final = ProcessPlan(
     place="here",
     clock=0.0,
@@ -121,8 +133,11 @@ def run(
             for kind in plan.kinds
         },
         canary=CANARY,
+        raised=RAISED,
         rest=rest,
         settle_by=rest.at,
+        calm_since=life.calm_since,
+        prompt=round(PROMPT * 1e9),
     )
     violations = [Violation("crash", None, text) for text in world.broken]
     violations += check_all(evidence)
@@ -138,6 +153,8 @@ class _Run:
         self.plan = world.plan
         self.kinds = [kind_of(kind) for kind in self.plan.kinds]
         self.current: dict[int, Process] = {}
+        self.calm_since: int | None = None
+        self.visits = Visits(world, self.kinds, _HEALTHY, self.launch, prompt=PROMPT)
 
     async def live(self) -> Rest:
         async with trio.open_nursery() as self.nursery:
@@ -162,7 +179,7 @@ class _Run:
         while True:
             process = Process(self.world, index, settings)
             self.current[index] = process
-            self.nursery.start_soon(self.process_lives, process)
+            self.launch(process)
             await process.over.wait()
             await trio.sleep(delays[len(self.world.processes) % len(delays)])
 
@@ -226,6 +243,9 @@ class _Run:
 
     # A process.
 
+    def launch(self, process: Process) -> None:
+        self.nursery.start_soon(self.process_lives, process)
+
     async def process_lives(self, process: Process) -> None:
         process.enter()
         try:
@@ -248,7 +268,7 @@ class _Run:
         async with trio_jobs.open_jobs(process.store, clock=process.wall) as jobs:
             process.jobs = jobs
             let_writing_take_time(process, jobs)
-            async with trio.open_nursery() as clients:
+            async with trio.open_nursery() as clients, _lingering(process):
                 async with trio.open_nursery() as nursery:
                     for _ in range(process.settings.runners):
                         process.runners.append(
@@ -292,8 +312,11 @@ class _Run:
                 async with trio.open_nursery() as healing:
                     # Again and again, because a poison job may take it with it.
                     healing.start_soon(self.keep_alive, HEALER, HEALTHY)
-                    while world.now() < until and _is_any_left(native):  # noqa: ASYNC110 - it polls
+                    while world.now() < until and is_any_left(native):  # noqa: ASYNC110 - it polls
                         await trio.sleep(LOOKS_EVERY)
+                    if self.plan.is_visited and not is_any_left(native):
+                        self.calm_since = world.tick()
+                        await self.visits.make(native)
                     healing.cancel_scope.cancel()
                 healer = self.current[HEALER]
                 running = sum(runner.statistics().running for runner in healer.runners)
@@ -310,7 +333,7 @@ class _Run:
                 running=running,
                 trouble=next(filter(None, troubles), None),
                 states={
-                    job: STATES[state]
+                    job: name_of(state)
                     for job, state in native.execute("SELECT id, state FROM trio_jobs_job")
                 },
             )
@@ -318,8 +341,15 @@ class _Run:
             native.close()
 
 
-def _is_any_left(native: apsw.Connection) -> bool:
-    return bool(native.execute("SELECT 1 FROM trio_jobs_job WHERE state < 3 LIMIT 1").fetchall())
+@contextlib.asynccontextmanager
+async def _lingering(process: Process) -> AsyncIterator[None]:
+    """It does something else for a while after its runners."""
+    try:
+        yield
+    finally:
+        if process.settings.lingers:
+            with process.shield():
+                await trio.sleep(process.settings.lingers)
 
 
 def _can_write(native: apsw.Connection) -> bool:
@@ -352,6 +382,8 @@ def _template() -> str:
         connection = apsw.Connection(path)
         for statement in audit_schema(at="sim_at()", who="sim_who()", wall="sim_wall()"):
             connection.execute(statement)
+        connection.execute("CREATE TABLE neighbour (number INTEGER)")
+        connection.execute("INSERT INTO neighbour VALUES (0)")
         connection.close()
         _made["path"] = path
     return _made["path"]

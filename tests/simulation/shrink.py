@@ -29,7 +29,7 @@ def shrink(failed: Result, note: Callable[[int], None] = lambda pieces: None) ->
 
 
 def _in_order(plan: Plan) -> list[str]:
-    return sorted(plan.pieces(), key=lambda piece: "sfe".index(piece[0]))
+    return sorted(plan.pieces(), key=lambda piece: "sfev".index(piece[0]))
 
 
 def smallest(pieces: Sequence[str], fails: Callable[[Sequence[str]], bool]) -> list[str]:

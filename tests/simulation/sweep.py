@@ -113,6 +113,7 @@ SCRIPT: Final = Script(
     events=(),
     restart_after=(0.5,),
     heals_by_stop=True,
+    is_visited=False,
 )
 
 

@@ -884,6 +884,15 @@ def test_a_warning_where_nothing_was_wrong(case: Case, faults: int) -> None:
     assert case.broken() == (set() if faults else {"I15"})
 
 
+@pytest.mark.parametrize("calm_since", [None, 1])
+def test_a_warning_where_somebody_died(case: Case, calm_since: int | None) -> None:
+    case.settings |= {"calm_since": calm_since}
+    case.history.logs.append(LogLine(logging.WARNING, "database is locked"))
+    case.history.lives[0].killed_at = case.now()
+
+    assert case.broken() == (set() if calm_since is None else {"I15"})
+
+
 def test_a_refusal_where_nothing_was_wrong(case: Case) -> None:
     case.history.call("enqueue", "client", 1, payloads=("1",)).failed(2, "StoreBusy")
 

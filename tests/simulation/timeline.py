@@ -115,6 +115,14 @@ class Timeline:
         identity = None if image.owner is None else self.evidence.audit.owners.get(image.owner)
         return identity is not None and self.is_dead(self._names.get(identity), at)
 
+    def nothing_went_wrong(self) -> bool:
+        """Nor did anybody die, but for those who do when all is well."""
+        calm = self.evidence.calm_since
+        return not self.evidence.history.faults and all(
+            life.killed_at is None or (calm is not None and life.killed_at >= calm)
+            for life in self.evidence.history.lives
+        )
+
     def was_disturbed(self, process: str, since: int, until: int) -> bool:
         """Something was made to go wrong with that process then."""
         return any(at <= until and to >= since for at, to in self.disturbances(process))

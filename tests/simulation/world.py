@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _EPOCH: Final = EPOCH.timestamp()
 _LONG: Final = 0.3
 """Seconds: less than a sixth of the shortest lease."""
+_OTHERS: Final = {-1: "healer", -2: "visitor", -3: "victim"}
 here: contextvars.ContextVar[Process] = contextvars.ContextVar("simulated process")
 """Whose task that is; not set for the world's own."""
 
@@ -137,6 +138,15 @@ class World:
         native.execute("SELECT count(*) FROM trio_jobs_job").fetchall()
         self._locks.append((self.now() + seconds, native))
 
+    def write_as_neighbour(self) -> None:
+        """The application writes to a table of its own, if the lock is free."""
+        with contextlib.closing(self.connect()) as native:
+            try:
+                native.execute("UPDATE neighbour SET number = number + 1")
+                self.coverage["neighbour wrote"] += 1
+            except apsw.BusyError:
+                self.coverage["neighbour did not get the lock"] += 1
+
     def release_locks(self, *, all: bool = False) -> None:
         now = self.now()
         for until, native in self._locks:
@@ -190,14 +200,14 @@ class World:
 
 
 class Process:
-    """One life of a process. `index` is its place in the plan, -1 for who comes to heal."""
+    """One life of a process. `index` is its place in the plan, below 0 for those of no plan."""
 
     def __init__(self, world: World, index: int, settings: ProcessPlan) -> None:
         number = sum(one.index == index for one in world.processes) + 1
         self.world = world
         self.index: int = index
         self.settings = settings
-        self.name = f"{'healer' if index < 0 else index}#{number}"
+        self.name = f"{_OTHERS.get(index, index)}#{number}"
         self.random = random.Random(f"{world.plan.seed}/{self.name}")
         self.identity = (
             None if settings.place is None else (settings.place, 100 + index, world.tick())
@@ -219,7 +229,10 @@ class Process:
         world.processes.append(self)
         if self.offset:
             world.note_fault("skewed clock", self, math.inf)
+        if settings.answers:
+            world.note_fault("slow answers", self)
         self.life: Life = world.history.life(self.name, world.tick(), self.identity)
+        self.life.runners = settings.runners
 
     # What it sees of the world.
 
