@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 import signal
+import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from .disk import Disk
 from .evidence import Evidence, Fault
 from .fleet import Fleet, Process
 from .invariants import Violation
-from .process_evidence import LATE, evidence_of, make_file
+from .process_evidence import LATE, connected, evidence_of, make_file
 from .process_judge import judge
 from .process_plan import Moment, Plan
 
@@ -29,6 +30,9 @@ less than five, the rest is for a busy machine."""
 SWALLOWED: Final = "Exception ignored in"
 """What Python says when it lets KeyboardInterrupt come in a place where no exception can leave,
 such as the callback of a weak reference. Then people press Ctrl-C again."""
+
+TO_LOCK: Final = 10.0
+"""Seconds in which anybody gets the write lock once; transactions take milliseconds."""
 
 TO_HEAL: Final = 40.0
 """Seconds until everything must have ended; a busy machine needs two."""
@@ -55,7 +59,9 @@ def run_round(plan: Plan, folder: Path) -> Outcome:
         round = Round(plan, folder, fleet)
         round.prepare()
         round.make_chaos()
-        complaints = [*round.stop(), *round.heal()]
+        # Where nobody lives, who closes the file last would mend it before the healer can.
+        complaints = round.lock() if fleet.alive else []
+        complaints += [*round.stop(), *round.heal()]
         evidence = round.evidence()
         violations = complaints + judge(evidence, fleet.all)
     return Outcome(violations, evidence, fleet.all, time.monotonic() - began)
@@ -152,6 +158,20 @@ class Round:
         return signal.SIGINT if self._plan.kind == "interrupt" else signal.SIGTERM
 
     # After it.
+
+    def lock(self, within: float = TO_LOCK) -> list[Violation]:
+        """I14: none of those who live keeps the write lock. Their end would take it from them."""
+        end = time.monotonic() + within
+        while True:
+            try:
+                with connected(self._database) as connection:
+                    connection.execute("BEGIN IMMEDIATE")
+                return []
+            except sqlite3.OperationalError as error:
+                if time.monotonic() > end:
+                    text = f"in {within} s nobody else got the write lock: {error}"
+                    return [Violation("I14", None, text)]
+            time.sleep(0.001)
 
     def stop(self) -> list[Violation]:
         """End all processes, as the plan says."""

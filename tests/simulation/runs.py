@@ -154,7 +154,7 @@ class _Run:
         self.kinds = [kind_of(kind) for kind in self.plan.kinds]
         self.current: dict[int, Process] = {}
         self.calm_since: int | None = None
-        self.visits = Visits(world, self.kinds, _HEALTHY, self.launch, prompt=PROMPT)
+        self.visits = Visits(world, self.kinds, HEALTHY, self.launch, prompt=PROMPT)
 
     async def live(self) -> Rest:
         async with trio.open_nursery() as self.nursery:

@@ -19,11 +19,11 @@ from .child import Settings
 from .child_client import CANARY, Client
 from .child_handlers import Handlers, Task, steps
 from .diary import Diary
-from .fleet import Process
+from .fleet import Fleet, Process
 from .process_evidence import connected, evidence_of, make_file
 from .process_judge import judge
 from .process_plan import KINDS, draw
-from .process_round import Outcome
+from .process_round import Outcome, Round
 from .processes import report_of
 
 FOREVER = 2**62
@@ -51,6 +51,19 @@ def test_a_plan_is_a_function_of_kind_and_seed() -> None:
     for kind in KINDS:
         assert draw(kind, 7) == draw(kind, 7)
         assert draw(kind, 7) != draw(kind, 8)
+
+
+def test_a_process_that_keeps_the_write_lock_is_found_while_it_lives(tmp_path: Path) -> None:
+    round = Round(draw("kill", 0), tmp_path, Fleet())
+    round.prepare()
+
+    with connected(tmp_path / "disk" / "jobs.db") as other:
+        other.execute("BEGIN IMMEDIATE")
+        [violation] = round.lock(within=0.01)
+        other.execute("ROLLBACK")
+
+    assert violation.invariant == "I14"
+    assert round.lock(within=0.01) == []
 
 
 # One process that has run one job, and then what it left behind is tampered with.
