@@ -16,7 +16,7 @@ from .plan import ClientStep, Event, KindPlan, Plan, ProcessPlan, StatementFault
 
 Flavour: TypeAlias = Callable[[Plan, random.Random], Plan]
 
-SHARE: Final = 0.35
+SHARE: Final = 0.4
 """Of the plans that have one of `FLAVOURS`."""
 VISITED: Final = 0.5
 """Of all plans. To see that nothing is late takes a third of a run."""
@@ -138,6 +138,33 @@ def interrupted(plan: Plan, chance: random.Random) -> Plan:
     )
 
 
+def poisoned(plan: Plan, chance: random.Random) -> Plan:
+    """A process that dies again and again, with jobs in hand of which some have been lost twice,
+    and some, that come before them, once."""
+    victim = _calm(plan.processes[0], place="here", workers=10, poll=0.5, lease=2.0)
+    steps = [
+        _step(number, 0.5 * number, 0, "enqueue", priority=chance.choice([0, 1, 2, 3]))
+        for number in range(20)
+    ]
+    events: list[Event] = []
+    at = 1.0
+    while at < 12.0:
+        events.append(Event(len(events), round(at, 3), 0, "kill"))
+        at += chance.uniform(1.2, 4.0)
+    return dataclasses.replace(
+        plan,
+        chaos=14.0,
+        kinds=tuple(dataclasses.replace(kind, attempts=10) for kind in _patient(plan.kinds)),
+        processes=(victim,),
+        acts=("wait",),
+        scripts=(2, 4, 20),
+        steps=tuple(steps),
+        faults=(),
+        events=tuple(events),
+        restart_after=(0.0,),
+    )
+
+
 def drained(plan: Plan, chance: random.Random) -> Plan:
     """Runners that are told to finish what they have, and nothing disturbs them."""
     processes = tuple(_calm(one) for one in plan.processes)
@@ -180,7 +207,7 @@ def misunderstood(plan: Plan, chance: random.Random) -> Plan:
 
 
 FLAVOURS: Final[Sequence[Flavour]] = (
-    late_holders, slow_answers, crowded, interrupted, drained, misunderstood,
+    late_holders, slow_answers, crowded, interrupted, poisoned, drained, misunderstood,
 )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ SETTLES_WITHIN: Final = 1500.0
 LOOKS_EVERY: Final = 10.0
 HEALER: Final = -1
 PROMPT: Final = 11.0
-"""Seconds: the healer's poll, and one more."""
+"""Seconds: the healer's poll, and one more. It renews its leases less often than that."""
 HEALTHY: Final = ProcessPlan(
     place="here",
     clock=0.0,
@@ -58,7 +58,7 @@ HEALTHY: Final = ProcessPlan(
     workers=4,
     queues=None,
     poll=10.0,
-    lease=30.0,
+    lease=60.0,
     grace=5.0,
     busy_timeout=5.0,
     tidies=False,

@@ -22,6 +22,7 @@ from .flavours import (
     interrupted,
     late_holders,
     misunderstood,
+    poisoned,
     slow_answers,
 )
 from .plan import draw_ordinary
@@ -32,6 +33,7 @@ REACHES = {
     slow_answers: ["claim handed back"],
     crowded: ["neighbour did not get the lock", "nothing went wrong"],
     interrupted: ["interruption that counts", "dead of interruptions"],
+    poisoned: ["suspect taken alone", "lost rows held back"],
     drained: ["drain without a disturbance"],
     misunderstood: ["payload does not decode", "call: counts", "call: history"],
 }
@@ -60,7 +62,7 @@ def test_a_flavour_changes_no_plan_but_its_own() -> None:
 
     same = [dataclasses.replace(drawn, is_visited=True) == ordinary for drawn, ordinary in plans]
 
-    assert 50 < sum(same) < 80
+    assert 50 < sum(same) < 70
 
 
 def test_who_is_deaf_to_other_processes_is_found_by_a_visit(

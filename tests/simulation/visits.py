@@ -27,7 +27,7 @@ _OF_ONE: Final[Sequence[Verb]] = ("get", "wait_finished", "history", "cancel", "
 
 class Visits:
     """`live` starts a process; what is asked for has to begin within `prompt` seconds, which are
-    fewer than a lease of these `settings`."""
+    fewer than a third of a lease of these `settings`, or a renewal might do what a look has to."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Visits:
         *,
         prompt: float,
     ) -> None:
-        assert prompt < settings.lease
+        assert prompt < settings.lease / 3
         self._world = world
         self._kinds = kinds
         self._settings = settings
