@@ -411,7 +411,7 @@ async def test_jobs_in_memory_have_no_file_to_share(tmp_path: Path) -> None:
     async with trio_jobs.open_jobs(":memory:") as jobs:
         with (
             contextlib.closing(sqlite3.connect(":memory:")) as connection,
-            pytest.raises(ValueError, match="main database of the connection is not"),
+            pytest.raises(ValueError, match="in memory are no file that another connection"),
         ):
             jobs.enqueue_on(connection, number, 7)
 

@@ -332,6 +332,31 @@ def test_the_database_can_be_named_by_the_environment(
     assert command("list").exit_code == 2
 
 
+@pytest.mark.parametrize("arguments", [["list"], ["work", "app_handlers:HANDLERS"], ["demo"]])
+@pytest.mark.usefixtures("app_handlers")
+def test_a_file_without_a_name_is_one_line(arguments: list[str]) -> None:
+    result = command(*arguments, "--db", "")
+
+    assert result.exit_code == 2
+    last = result.stderr.splitlines()[-1]
+    assert re.fullmatch("Error: Invalid value for '--db'.*: it must be the name of a file", last)
+
+
+@pytest.mark.parametrize("arguments", ["list", "show 1", "stats", "list --json"])
+def test_nothing_is_printed_where_the_output_is_closed(
+    samples: Samples, database: Path, arguments: str
+) -> None:
+    done = subprocess.run(
+        f"exec {sys.executable} -m trio_jobs {arguments} --db {database} >&-",
+        shell=True,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # Working.
 
 
@@ -427,7 +452,7 @@ def app_handlers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("handlers", ["HANDLERS", "TUPLE", "take_nap", "make"])
 def test_work_runs_jobs_of_the_handlers_it_is_given(worker: Worker, handlers: str) -> None:
     worker.start(handlers=handlers)
-    worker.wait_for_log("working on")
+    worker.wait_for_log(f"WARNING trio_jobs: there was no file {worker.database}: it is new")
 
     id = worker.enqueue(nap, 0.0)
 
@@ -558,6 +583,8 @@ def test_the_log_is_one_line_a_record_and_goes_to_stderr(tmp_path: Path, databas
         ("no_such_module:HANDLERS", "there is no module 'no_such_module'"),
         ("app_handlers.no:HANDLERS", "there is no module 'app_handlers.no'"),
         ("app_handlers:NOWHERE", "module 'app_handlers' has no 'NOWHERE'"),
+        ("app_handlers.py:TUPLE", "is a file, and a module is wanted: app_handlers:TUPLE$"),
+        ("./app/handlers.py", "is a file, and a module is wanted: app.handlers:HANDLERS$"),
         ("app_handlers:NUMBER", "app_handlers:NUMBER must be a Handler, .* it gave int"),
         ("app_handlers:TEXT", "it gave str"),
         ("app_handlers:MIXED", "it gave int"),

@@ -63,6 +63,13 @@ async def double(attempt: Attempt[int, int]) -> int:
 # Settings.
 
 
+async def test_a_handler_that_is_in_no_list_is_refused(autojump_clock: MockClock) -> None:
+    handler: Any = number.handled_by(double)
+    async with trio_jobs.open_jobs(":memory:") as jobs:
+        with pytest.raises(TypeError, match="handlers must be a list of Handlers, not <Handler of"):
+            await trio_jobs.serve(jobs, handler)
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "named"),
     [
@@ -71,7 +78,8 @@ async def double(attempt: Attempt[int, int]) -> int:
         ({"workers": 1.5}, ValueError, "workers.*1.5"),
         ({"workers": True}, ValueError, "workers.*True"),
         ({"queues": {"default": 0}}, ValueError, "workers of queue 'default'.*0"),
-        ({"queues": ["unheard of"]}, ValueError, "unheard of"),
+        ({"queues": ["unheard of"]}, ValueError, "unheard of'; they are for 'default'"),
+        ({"queues": 5}, TypeError, "queues must be a list of names, or a mapping .*, not 5"),
         ({"queues": []}, ValueError, "queue"),
         ({"queues": "default"}, TypeError, "default"),
         ({"lease": 0}, ValueError, "lease.*0"),

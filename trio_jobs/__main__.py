@@ -23,8 +23,21 @@ from ._work import BadArgument, load_handlers, work
 
 T = TypeVar("T")
 
+
+def _file_name(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    if value is not None and (not value or "\0" in value):
+        raise click.BadParameter("it must be the name of a file")
+    return value
+
+
 database_option = click.option(
-    "--db", "database", metavar="FILE", required=True, envvar="TRIO_JOBS_DB", show_envvar=True
+    "--db",
+    "database",
+    metavar="FILE",
+    required=True,
+    envvar="TRIO_JOBS_DB",
+    show_envvar=True,
+    callback=_file_name,
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 id_argument = click.argument("id", type=int)
@@ -164,7 +177,13 @@ def stats(database: str, kind: str | None, as_json: bool) -> None:
 
 @main.command()
 @click.argument("folder", default=".", type=click.Path(exists=True, file_okay=False))
-@click.option("--db", "database", metavar="FILE", help="Keep the search in this file.")
+@click.option(
+    "--db",
+    "database",
+    metavar="FILE",
+    callback=_file_name,
+    help="Keep the search in this file.",
+)
 @click.option("--workers", type=click.IntRange(min=1), default=16, show_default=True)
 def demo(folder: str, database: str | None, workers: int) -> None:
     """Find duplicate files below FOLDER (default: here) with a job for each file.

@@ -61,7 +61,9 @@ class _OneLine(logging.Formatter):
 
 def output() -> Console:
     """Standard output. Tables get as wide as they are where it is no terminal."""
-    return Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False)
+    # None if it was closed by who started us; then nothing is printed.
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    return Console(width=None if is_terminal else _WIDE, highlight=False)
 
 
 def print_json(document: object) -> None:

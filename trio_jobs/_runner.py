@@ -122,6 +122,8 @@ def _pools(
 ) -> tuple[list[tuple[dict[str, Handler], int]], frozenset[str]]:
     """Who serves what with how many workers, and every kind that has a handler here."""
     by_kind: dict[str, Handler] = {}
+    if not isinstance(handlers, Iterable):
+        raise TypeError(f"handlers must be a list of Handlers, not {handlers!r}")
     for handler in handlers:
         if not isinstance(handler, Handler):
             raise TypeError(
@@ -136,19 +138,27 @@ def _pools(
     known = frozenset(by_kind)
     if queues is None:
         return [(by_kind, _workers(workers, "workers"))], known
-    if isinstance(queues, str):
-        raise TypeError(f"queues must be names or a mapping, not the str {queues!r}")
-    missing = set(queues) - {handler.kind.queue for handler in by_kind.values()}
+    if isinstance(queues, str) or not isinstance(queues, Collection):
+        raise TypeError(
+            "queues must be a list of names, or a mapping from names to numbers of workers, or "
+            f"None for all, not {queues!r}"
+        )
     if not queues:
         raise ValueError("queues must name at least one queue, or be None for all")
+    served = {handler.kind.queue for handler in by_kind.values()}
+    missing = [name for name in queues if name not in served]
     if missing:
-        raise ValueError(f"no handler is for queue {', '.join(map(repr, sorted(missing)))}")
+        raise ValueError(f"no handler is for queue {_list(missing)}; they are for {_list(served)}")
     if isinstance(queues, Mapping):
         return [
             (_served(by_kind, {name}), _workers(number, f"workers of queue {name!r}"))
             for name, number in queues.items()
         ], known
     return [(_served(by_kind, queues), _workers(workers, "workers"))], known
+
+
+def _list(names: Iterable[object]) -> str:
+    return ", ".join(sorted(map(repr, names))) or "none"
 
 
 def _served(by_kind: Mapping[str, Handler], queues: Collection[str]) -> dict[str, Handler]:

@@ -43,6 +43,7 @@ async def work(
     If a handler cannot be cancelled, the process ends here, with `STUCK`.
     """
     handlers = list(handlers)
+    is_new = not os.path.exists(database)  # noqa: ASYNC240 - nothing else runs yet
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with open_jobs(database) as jobs, trio.open_nursery() as nursery:
             async with trio.open_nursery() as serving:
@@ -54,6 +55,8 @@ async def work(
                     raise BadArgument(str(error)) from error
                 names = ", ".join(sorted(handler.kind.name for handler in handlers))
                 _log.info("working on %s: %s", database, names)
+                if is_new:
+                    _log.warning("there was no file %s: it is new, and has no jobs yet", database)
                 stop = serving.cancel_scope
                 nursery.start_soon(_obey, signals, runner, stop)
                 nursery.start_soon(_end_process_if_stuck, runner)
@@ -81,14 +84,20 @@ async def _end_process_if_stuck(runner: Runner) -> None:
 def _exit_now(code: int) -> NoReturn:
     """End without waiting for threads."""
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # closed by who started us
+            stream.flush()
     os._exit(code)
 
 
 def load_handlers(reference: str) -> list[Handler]:
     """What `MODULE:HANDLERS` names: a handler, several, or a function that gives them."""
     module_name, _, attribute = reference.partition(":")
+    if module_name.endswith(".py") or os.sep in module_name:
+        module = module_name.removesuffix(".py").strip("./").replace(os.sep, ".")
+        raise BadArgument(
+            f"{module_name!r} is a file, and a module is wanted: {module}:{attribute or 'HANDLERS'}"
+        )
     if not all(name.isidentifier() for name in [*module_name.split("."), attribute]):
         raise BadArgument(f"{reference!r} is not MODULE:HANDLERS, as in app.tasks:HANDLERS")
     if os.getcwd() not in sys.path:

@@ -249,6 +249,8 @@ class SqliteStore:
     @_verb("adding a job on the application's connection")
     def add_on(self, connection: object, job: NewJob) -> tuple[Row, bool]:
         application = _drivers.adapted(connection, self._driver)
+        if self._connections.is_memory:
+            raise ValueError("jobs in memory are no file that another connection could reach")
         version = need(self._connections.writer).version
         [(path,)] = application.execute(_MAIN_FILE)
         file = self._connections.file
