@@ -12,7 +12,16 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
 from .evidence import Verb
-from .plan import ClientStep, Event, KindPlan, Plan, ProcessPlan, StatementFault, draw_ordinary
+from .plan import (
+    ClientStep,
+    Event,
+    FaultName,
+    KindPlan,
+    Plan,
+    ProcessPlan,
+    StatementFault,
+    draw_ordinary,
+)
 
 Flavour: TypeAlias = Callable[[Plan, random.Random], Plan]
 
@@ -165,6 +174,27 @@ def poisoned(plan: Plan, chance: random.Random) -> Plan:
     )
 
 
+def refused(plan: Plan, chance: random.Random) -> Plan:
+    """Now and then the store refuses something, and there is time to repeat it."""
+    faults: list[StatementFault] = []
+    names: Sequence[FaultName] = ("commit fails", "I/O error", "busy snapshot")
+    for process in range(len(plan.processes)):
+        statement = 0
+        while statement < 1000:
+            statement += 1 + int(chance.expovariate(1 / 30))
+            name = chance.choice(names)
+            faults.append(StatementFault(len(faults), process, statement, name))
+    return dataclasses.replace(
+        plan,
+        kinds=_patient(plan.kinds),
+        processes=tuple(_calm(one, lease=12.0) for one in plan.processes),
+        acts=("return", "return", "sleep", "fail", "publish"),
+        steps=tuple(step for step in plan.steps if step.verb != "enqueue_on"),
+        faults=tuple(faults),
+        events=(),
+    )
+
+
 def drained(plan: Plan, chance: random.Random) -> Plan:
     """Runners that are told to finish what they have, and nothing disturbs them."""
     processes = tuple(_calm(one) for one in plan.processes)
@@ -207,7 +237,7 @@ def misunderstood(plan: Plan, chance: random.Random) -> Plan:
 
 
 FLAVOURS: Final[Sequence[Flavour]] = (
-    late_holders, slow_answers, crowded, interrupted, poisoned, drained, misunderstood,
+    late_holders, slow_answers, crowded, interrupted, poisoned, refused, drained, misunderstood,
 )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from .flavours import (
     late_holders,
     misunderstood,
     poisoned,
+    refused,
     slow_answers,
 )
 from .plan import draw_ordinary
@@ -34,6 +35,7 @@ REACHES = {
     crowded: ["neighbour did not get the lock", "nothing went wrong"],
     interrupted: ["interruption that counts", "dead of interruptions"],
     poisoned: ["suspect taken alone", "lost rows held back"],
+    refused: ["commit failed"],
     drained: ["drain without a disturbance"],
     misunderstood: ["payload does not decode", "call: counts", "call: history"],
 }
