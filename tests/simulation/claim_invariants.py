@@ -74,8 +74,9 @@ def lost_rows_are_taken_up_gently(timeline: Timeline) -> Found:
     """I5: of the lost rows that a runner takes up, no more are unproven at a time than one and
     those that are proven (they ended, or ran for a second); one that was lost twice is alone."""
     claims: defaultdict[str | None, list[tuple[int, Claim]]] = defaultdict(list)
-    for (job, _), claim in timeline.claims.items():
-        if claim.takes_up:
+    for (job, token), claim in timeline.claims.items():
+        # Where the commit of a claim was unknown, the runner never had it in hand.
+        if claim.is_rescue and timeline.start_of(job, token) is not None:
             claims[claim.holder].append((job, claim))
     for life in timeline.evidence.history.lives:
         if life.runners != 1 or timeline.has_wrong_clock(life.process):

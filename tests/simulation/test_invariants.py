@@ -447,6 +447,31 @@ def test_of_several_runners_each_takes_up_one(case: Case) -> None:
     assert case.broken() == set()
 
 
+def test_rows_that_their_own_holder_gave_up_are_no_poison(case: Case) -> None:
+    for job in (1, 2):
+        case.enqueue(job)
+        case.claim(job)
+    case.history.lives[1].runners = 1
+    for start in list(case.history.starts):
+        start.ended_at, start.ending = case.now(), "Cancelled"
+        case.end(start.job, "queued", "a", outcome="lost", failure="worker lost")
+    for job in (1, 2):
+        case.claim(job)
+    for start in case.history.starts[2:]:
+        case.finish(start)
+
+    assert case.broken() == set()
+
+
+def test_a_row_that_its_runner_never_had_in_hand_is_not_beside_others(case: Case) -> None:
+    starts = _take_up(case)
+    case.history.starts.remove(starts[0])
+    case.finish(starts[1])
+    case.end(1, "cancelled", "b")
+
+    assert "I5" not in case.broken()
+
+
 @pytest.mark.parametrize("suspects", [0, 1])
 def test_a_row_that_was_lost_twice_and_is_taken_up_beside_others(case: Case, suspects: int) -> None:
     starts = _take_up(case, number=1)

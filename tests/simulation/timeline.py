@@ -28,6 +28,8 @@ class Claim:
     """The process, where it is known."""
     takes_up: bool = False
     """It takes up a lost row, which is due at once."""
+    is_rescue: bool = False
+    """And it was not its own holder that gave it up, as one does whose lease nearly ends."""
     is_suspect: bool = False
     """That row was lost the time before, too."""
     changes: list[Step] = field(default_factory=list)
@@ -92,7 +94,10 @@ class Timeline:
             is_suspect = takes_up and any(
                 one.before is not None and one.before.failure == "worker lost" for one in earlier
             )
-            claim = Claim(step, self._holder(step), takes_up, is_suspect)
+            lost = self.claims.get((step.job, step.after.claims - 1))
+            gave_up = lost is not None and lost.end is not None and lost.end.who == lost.holder
+            is_rescue = takes_up and not gave_up
+            claim = Claim(step, self._holder(step), takes_up, is_rescue, is_suspect)
             self.claims.setdefault(token, claim)
 
     def _holder(self, step: Step) -> str | None:
