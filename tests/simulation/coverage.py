@@ -89,7 +89,7 @@ _STORE: Final = (
     "publication or cancel refused", "renewal refused", "suspect taken alone",
     "lost rows held back", "more than could be taken", "checkpoint",
     "publication after the end refused", "enqueue unknown", "enqueue_many unknown",
-    "cancel unknown", "retry unknown", "neighbour wrote", "neighbour did not get the lock",
+    "cancel unknown", "retry unknown", "neighbour did not get the lock",
 )  # fmt: skip
 """What is counted while it happens, by the simulated store and clients."""
 
