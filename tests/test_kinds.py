@@ -344,7 +344,7 @@ BAD_SETTINGS: list[tuple[list[Any], dict[str, Any], type[Exception], str]] = [
     ([doubling], {"queues": {"default": -1}}, ValueError, "workers of queue 'default'"),
     ([doubling], {"queues": ["defualt"]}, ValueError, "no handler is for queue 'defualt'"),
     ([doubling], {"queues": {"defualt": 1}}, ValueError, "no handler is for queue 'defualt'"),
-    ([doubling], {"queues": "default"}, TypeError, "queues must be names or a mapping"),
+    ([doubling], {"queues": "default"}, TypeError, "queues must be a list of names, or a mapping"),
     ([doubling], {"queues": []}, ValueError, "at least one queue"),
     ([doubling], {"unhandled": "ignore"}, ValueError, "unhandled must be"),
     ([doubling], {"unhandled": is_sync}, ValueError, "unhandled must be"),
