@@ -72,10 +72,10 @@ class GatedStore(SqliteStore):
     def transaction(self) -> Iterator[None]:
         with super().transaction():
             self.batches.append([])
+            yield
             self.is_inside.set()
             if not self.gate.wait(LONG):
                 raise RuntimeError("the gate was never opened")
-            yield
 
     def add(self, jobs: Sequence[NewJob]) -> list[tuple[Row, bool]]:
         self.batches[-1].append(("add", len(jobs)))
@@ -555,6 +555,79 @@ async def test_a_write_that_is_cancelled_after_it_was_taken_gives_its_outcome(
     assert [row.key for [(row, _)] in results] == ["taken"]
     assert not scope.cancelled_caught
     assert keys == ["taken"]
+
+
+async def test_while_somebody_else_has_the_lock_writes_gather_and_can_be_withdrawn(
+    tmp_path: Path,
+) -> None:
+    """So a stop is bounded, however long the lock is waited for."""
+    path = tmp_path / "jobs.db"
+    store = GatedStore(path, busy_timeout=LONG)
+    waits = threading.Event()
+    sleep = store.sleep
+
+    def wait(seconds: float) -> None:
+        waits.set()
+        sleep(seconds)
+
+    store.sleep = wait
+    async with open_bridge(store) as bridge:
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            async with trio.open_nursery() as nursery:
+                with trio.move_on_after(LONG) as scope:
+                    nursery.start_soon(bridge.add, [new_job(key="first")])
+                    await trio.to_thread.run_sync(waits.wait, LONG)
+                    nursery.start_soon(bridge.add, [new_job(key="second")])
+                    scope.cancel()
+                    await bridge.add([new_job(key="cancelled")])
+                await trio.testing.wait_all_tasks_blocked()
+                with trio.move_on_after(0) as withdrawn:
+                    await bridge.add([new_job(key="withdrawn")])
+                other.execute("ROLLBACK")
+        keys = await keys_in(bridge)
+
+    assert scope.cancelled_caught
+    assert withdrawn.cancelled_caught
+    assert keys == ["first", "second"]
+    assert store.batches == [[("add", 2)]]
+
+
+async def test_who_comes_late_has_the_whole_timeout_to_wait_for_the_lock(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.db"
+    store = GatedStore(path, busy_timeout=0.05)
+    pauses: list[float] = []
+    late = threading.Event()
+
+    def wait(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 50:
+            trio.from_thread.run_sync(late.set, trio_token=token)
+            gathered.wait(LONG)
+
+    store.sleep = wait
+    token = trio.lowlevel.current_trio_token()
+    gathered = threading.Event()
+    refused: list[str] = []
+
+    async def add(key: str) -> None:
+        try:
+            await bridge.add([new_job(key=key)])
+        except StoreBusy:
+            refused.append(key)
+
+    async with open_bridge(store) as bridge:
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(add, "early")
+                await trio.to_thread.run_sync(late.wait, LONG)
+                nursery.start_soon(add, "late")
+                await trio.testing.wait_all_tasks_blocked()
+                gathered.set()
+
+    assert sorted(refused) == ["early", "late"]
+    assert sum(pauses) >= 0.1
 
 
 async def test_in_a_cancelled_scope_nothing_is_written(store: SqliteStore) -> None:

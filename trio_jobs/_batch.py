@@ -44,34 +44,48 @@ class Write:
         self.version: Hashable = None
 
 
-def commit(store: Store, batch: Sequence[Write]) -> None:
-    """Give every write of the batch its result; never raises."""
+def commit(
+    store: Store, take: Callable[[], Sequence[Write]], waited: Callable[[], Sequence[Write]]
+) -> Sequence[Write]:
+    """Write what `take` gives, and return it, each with its result; never raises.
+
+    It is taken when the lock is held, for what was taken cannot be withdrawn any more, and more
+    gathers meanwhile. Where the lock was not got, those have failed that `waited` gives.
+    """
+    batch: Sequence[Write] = ()
     try:
-        for write in batch:
-            if callable(write.items):
-                write.items = write.items()
         with store.transaction():
+            batch = take()
+            for write in batch:
+                if callable(write.items):
+                    write.items = write.items()
             results = _perform(store, batch)
         for write, result in zip(batch, results, strict=True):
             write.result = outcome.Value(result)
     except BaseException as error:  # noqa: ASYNC103 - an application's clock raises anything
+        batch = batch or waited()
         hopeless = isinstance(error, StoreBusy) or (
             isinstance(error, StoreError) and (error.is_permanent or error.is_outcome_unknown)
         )
         for write in batch:
             if not hopeless and len(batch) > 1:
-                commit(store, [write])
+                _commit_alone(store, write)
             elif not hopeless and write.verb == "apply" and len(write.items) > 1:
                 write.result = outcome.Value(_one_by_one(store, write.items))
             else:
                 write.result = outcome.Error(copy_of(error))  # noqa: ASYNC104
+    return batch
+
+
+def _commit_alone(store: Store, write: Write) -> None:
+    commit(store, lambda: [write], lambda: [write])
 
 
 def _one_by_one(store: Store, changes: Sequence[Change]) -> list[Refused | BaseException | None]:
     answers: list[Refused | BaseException | None] = []
     for change in changes:
         alone = Write("apply", [change])
-        commit(store, [alone])
+        _commit_alone(store, alone)
         if isinstance(alone.result, outcome.Error):
             answers.append(alone.result.error)
         else:

@@ -1,8 +1,8 @@
 """Where the store's blocking calls leave the Trio thread, and where writes gather.
 
-One thread writes. While it is in a commit, the writes of all tasks gather; they go
-together in the next transaction, so that one fsync serves them all. Nothing ever waits
-on a timer for company. A write that makes its batch fail is found by repeating them one
+One thread writes. While it is in a commit, or waits for the lock, the writes of all tasks
+gather; they go together in the next transaction, so that one fsync serves them all. Nothing
+ever waits on a timer for company. A write that makes its batch fail is found by repeating them one
 by one. Reads go to another connection in another thread.
 
 Housekeeping that need not hold up a commit has a thread of its own while there is some.
@@ -18,7 +18,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import outcome
@@ -83,6 +83,7 @@ class Bridge:
         self._thread = threading.Thread(target=self._work, name="trio_jobs writer", daemon=True)
         self._thread.start()
 
+    @trio.lowlevel.enable_ki_protection
     async def close(self) -> None:
         """Finish the commit that is under way; what still waits gets ClosedResourceError."""
         if self.is_inherited:
@@ -218,6 +219,7 @@ class Bridge:
         self.raise_if_elsewhere()
         if self._store.inline:
             await trio.lowlevel.checkpoint()
+            self.raise_if_closed()
             return call(self._store)
         self._begin()
         try:
@@ -255,10 +257,8 @@ class Bridge:
 
     def _flush(self) -> None:
         self._flush_is_due = False
-        batch = self._take()
-        if batch:
-            commit(self._store, batch)
-            self._deliver(batch)
+        if self._pending:
+            self._deliver(self._commit())
             self._tidy()
         if self._pending and not self._flush_is_due:
             self._flush_is_due = True
@@ -292,10 +292,9 @@ class Bridge:
             with self._gathered:
                 while not self._pending and not self.is_closed:
                     self._gathered.wait()
-                batch = self._take()
-            if not batch:
-                return
-            commit(self._store, batch)
+                if not self._pending:
+                    return
+            batch = self._commit()
             try:
                 self._token.run_sync_soon(self._deliver, batch)
             except trio.RunFinishedError:
@@ -303,11 +302,20 @@ class Bridge:
             del batch  # until the next one there may be a day, and payloads may be large
             self._tidy()
 
-    def _take(self) -> list[Write]:
-        batch = [*itertools.islice(self._pending, MAX_BATCH)]
-        for write in batch:
-            del self._pending[write]
-            write.is_taken = True
+    def _commit(self) -> Sequence[Write]:
+        with self._gathered:
+            waiting = [*itertools.islice(self._pending, MAX_BATCH)]
+        # Who comes while these wait for the lock has not waited for as long as it may.
+        return commit(self._store, self._take, lambda: self._take(waiting))
+
+    def _take(self, among: Iterable[Write] | None = None) -> list[Write]:
+        """Nobody can withdraw them any more."""
+        with self._gathered:
+            gathered = self._pending if among is None else filter(self._pending.__contains__, among)
+            batch = [*itertools.islice(gathered, MAX_BATCH)]
+            for write in batch:
+                del self._pending[write]
+                write.is_taken = True
         return batch
 
     def _tidy(self) -> None:
@@ -322,16 +330,17 @@ class Bridge:
                     target=self._checkpoint, name="trio_jobs checkpointer", daemon=True
                 )
                 self._checkpointer.start()
-        except Exception:
+        except BaseException:  # noqa: ASYNC103 - an application's clock raises anything
             # Housekeeping that fails costs space; without the writing thread nothing works.
             if not self.is_closed:
-                _log.exception("the store could not be tidied up")
+                _log.exception("the store could not be tidied up")  # noqa: ASYNC104
 
     def _checkpoint(self) -> None:
         try:
             self._store.checkpoint()
         except Exception:
-            _log.exception("the store could not be tidied up")
+            if not self.is_closed:
+                _log.exception("the store could not be tidied up")
 
     def _shut(self) -> None:
         self._store.close()
