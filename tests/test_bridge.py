@@ -1321,3 +1321,25 @@ def is_only(error: BaseException, type: type[BaseException]) -> bool:
     if isinstance(error, BaseExceptionGroup):
         return all(is_only(part, type) for part in error.exceptions)
     return isinstance(error, type)
+
+
+async def test_the_writing_thread_outlives_whatever_housekeeping_raises(tmp_path: Path) -> None:
+    class Exits(SqliteStore):
+        def tidy(self, now: int) -> bool:
+            raise SystemExit("a clock")
+
+    async with open_bridge(Exits(tmp_path / "jobs.db")) as bridge:
+        await bridge.add([new_job()])
+        with trio.fail_after(LONG):
+            await bridge.add([new_job()])
+
+
+async def test_a_read_in_memory_that_was_under_way_at_the_end_is_told_that_it_is_closed() -> None:
+    async def read() -> None:
+        with pytest.raises(trio.ClosedResourceError):
+            await bridge.read(lambda store: store.next_id())
+
+    for _ in range(20):  # Trio chooses who comes first
+        async with trio.open_nursery() as nursery, open_bridge(SqliteStore(":memory:")) as bridge:
+            nursery.start_soon(read)
+            await trio.lowlevel.checkpoint()

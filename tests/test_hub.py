@@ -66,6 +66,24 @@ async def test_what_another_thread_tells_is_heard_in_the_trio_thread() -> None:
     assert ear.threads == {threading.current_thread()}
 
 
+async def test_what_is_raised_while_another_thread_is_heard_does_not_end_the_program(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(rows: object = None) -> None:
+        raise SystemExit("a clock")
+
+    hub, ear = Hub(), Ear()
+    hub.join(Listener(fail, fail))
+    hub.join(ear.listener)
+
+    await trio.to_thread.run_sync(hub.tell, [])
+    await trio.to_thread.run_sync(hub.tell_written_elsewhere)
+    await trio.testing.wait_all_tasks_blocked()
+
+    assert (ear.rows, ear.elsewhere) == ([[]], 1)
+    assert len(caplog.records) == 2
+
+
 async def test_who_has_left_hears_nothing_more() -> None:
     hub, ear, other = Hub(), Ear(), Ear()
     hub.join(ear.listener)

@@ -6,6 +6,7 @@ import contextvars
 import math
 import threading
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -687,6 +688,63 @@ async def test_K7_a_deadline_that_many_jobs_share_ends_them_all(
     assert handle.starts == [11]
 
 
+async def test_a_read_that_takes_long_keeps_nobody_from_starting(tmp_path: Path) -> None:
+    may_end = threading.Event()
+
+    class SlowToFind(SqliteStore):
+        def find(self, **what: Any) -> Any:
+            may_end.wait(10)
+            return []
+
+    started = trio.Event()
+
+    async def start(attempt: Attempt[None, None]) -> None:
+        started.set()
+
+    store = SlowToFind(tmp_path / "jobs.db")
+    async with (
+        trio_jobs.open_jobs(store) as jobs,
+        serving(jobs, plain.handled_by(start)),
+        trio.open_nursery() as nursery,
+    ):
+        await jobs.enqueue(plain, None, delay=0.2)
+        nursery.start_soon(partial(jobs.find, limit=10**9))
+        with trio.move_on_after(5) as in_time:
+            await started.wait()
+        may_end.set()
+
+    assert not in_time.cancelled_caught
+
+
+async def test_when_all_of_a_runner_is_cancelled_what_is_ready_is_not_started(
+    jobs: Jobs, autojump_clock: MockClock
+) -> None:
+    """A bug of its own, or the end of the block of open_jobs around it."""
+    starts = 0
+
+    async def start(attempt: Attempt[None, None]) -> None:
+        nonlocal starts
+        starts += 1
+        await trio.sleep(0.001)
+        if starts == 40:  # short, so that more are claimed than there are workers
+            raise_in_a_loop.set()
+
+    raise_in_a_loop = trio.Event()
+    made = await jobs.enqueue_many(plain, [None] * 200)
+    with pytest.RaisesGroup(ZeroDivisionError, flatten_subgroups=True):
+        async with serving(jobs, plain.handled_by(start), workers=2) as runner:
+            await raise_in_a_loop.wait()
+            runner._engine.nursery.start_soon(divide)
+            await trio.sleep(1)
+
+    assert starts <= 42
+    assert len(made) == 200
+
+
+async def divide() -> None:
+    1 / 0  # noqa: B018
+
+
 # Workers keep their scope from job to job.
 
 
@@ -723,7 +781,7 @@ async def test_a_scope_that_a_handler_left_open_is_not_the_next_jobs(
         [left, innocent] = await finished(jobs, first, second)
 
     assert (left.unwrap(), innocent.unwrap(), innocent.attempt) == (7, 8, 1)
-    assert "left a cancel scope or nursery open" in caplog.text
+    assert f"job {first.id}: {untidy.handled_by(leave_open)!r} left a cancel scope" in caplog.text
     assert now() == 100
 
 
@@ -748,6 +806,33 @@ async def test_a_nursery_that_a_handler_left_open_does_not_cancel_the_next_job(
             await finished(jobs, await jobs.enqueue(untidy, 1))
             [ended] = await finished(jobs, await jobs.enqueue(number, 1))
 
+    assert (ended.unwrap(), ended.attempt) == (8, 1)
+
+
+async def test_whoever_closes_a_nursery_that_was_left_open_disturbs_no_other_job(
+    jobs: Jobs, autojump_clock: MockClock
+) -> None:
+    """Trio then resumes the task it was opened in, whatever that does by then."""
+    tasks: list[trio.lowlevel.Task] = []
+
+    async def leave_open(attempt: Attempt[int, int]) -> int:
+        tasks.append(trio.lowlevel.current_task())
+        await trio.open_nursery().__aenter__()
+        return 7
+
+    untidy = Kind("untidy", int, int)
+    innocent = Script(sleeps(100, 8))
+    with pytest.RaisesGroup(RuntimeError, flatten_subgroups=True):  # Trio says so when it ends
+        async with serving(
+            jobs, untidy.handled_by(leave_open), number.handled_by(innocent), workers=1
+        ):
+            [left] = await finished(jobs, await jobs.enqueue(untidy, 1))
+            job = await jobs.enqueue(number, 1)
+            await trio.sleep(50)
+            trio.lowlevel.reschedule(tasks[0])
+            [ended] = await finished(jobs, job)
+
+    assert left.unwrap() == 7
     assert (ended.unwrap(), ended.attempt) == (8, 1)
 
 

@@ -655,3 +655,11 @@ async def test_run_once_costs_the_same_for_each_of_many_jobs(autojump_clock: Moc
 
     assert started == 300
     assert store.held <= 4 * 300
+
+
+async def test_a_runner_of_another_trio_run_is_refused_by_name(jobs: Jobs) -> None:
+    def serve_elsewhere() -> None:
+        trio.run(trio_jobs.serve, jobs, [])
+
+    with pytest.raises(RuntimeError, match=r"belongs to another trio\.run"):
+        await trio.to_thread.run_sync(serve_elsewhere)

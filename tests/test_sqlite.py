@@ -806,9 +806,10 @@ def test_what_is_added_is_marked_with_the_statement_that_takes_its_ids(
         assert count(store) == 3
 
 
+@pytest.mark.parametrize("error", [StoreError, StoreBusy])
 @pytest.mark.parametrize("committed", [True, False])
 def test_a_commit_nobody_can_read_back_has_an_unknown_outcome(
-    path: Path, driver: Driver, committed: bool
+    path: Path, driver: Driver, committed: bool, error: type[StoreError]
 ) -> None:
     store = SqliteStore(path, driver=driver)
     spies = Spies(store)
@@ -820,7 +821,7 @@ def test_a_commit_nobody_can_read_back_has_an_unknown_outcome(
             nonlocal failed
             if sql == "COMMIT" and not committed:
                 failed = True
-                raise StoreError("disk I/O error")
+                raise error("disk I/O error")
             if failed:
                 raise StoreError("disk I/O error")
 
@@ -828,7 +829,7 @@ def test_a_commit_nobody_can_read_back_has_an_unknown_outcome(
             nonlocal failed
             if sql == "COMMIT":
                 failed = True
-                raise StoreError("disk I/O error")
+                raise error("disk I/O error")
 
         spies.before, spies.after = before, after
         with pytest.raises(StoreError, match="disk I/O error; the outcome is unknown") as caught:
@@ -836,6 +837,7 @@ def test_a_commit_nobody_can_read_back_has_an_unknown_outcome(
         spies.before = spies.after = lambda sql: None
 
         assert caught.value.is_outcome_unknown
+        assert type(caught.value) is StoreError  # StoreBusy says that nothing was written
         assert len(add(store, new())) == 1
         assert count(store) == (3 if committed else 2)
 

@@ -190,8 +190,10 @@ class Execution:
         row, host, kind = self.row, self._host, self.handler.kind
         now = host.clock.now()
         late = row.deadline is not None and row.deadline <= host.decision_now()
-        # With half of its lease over it might be stopped before that is renewed.
-        if late or self._stops or now >= self.kept_from + host.lease // 2:
+        # With half of its lease over it might be stopped before that is renewed. Where all of the
+        # runner is cancelled nothing could be written any more.
+        is_stopped = self._stops or host.is_cancelled()
+        if late or is_stopped or now >= self.kept_from + host.lease // 2:
             return _lifecycle.NeverStarted(self._was)
         assert self._payload is not None
         try:

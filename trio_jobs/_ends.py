@@ -126,6 +126,7 @@ class Ends:
         else:
             self.add(execution, end)
 
+    @trio.lowlevel.enable_ki_protection
     async def _add_later(self, execution: Execution, end: End) -> None:
         await execution.wait_for_store()
         self.add(execution, end)

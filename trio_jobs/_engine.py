@@ -126,6 +126,7 @@ class Engine:
     async def run(self, started: Callable[[], None]) -> None:
         """Live until drained or cancelled, then stop in order."""
         self.bridge.raise_if_closed()
+        self.bridge.raise_if_elsewhere()
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._live)
@@ -152,6 +153,7 @@ class Engine:
                         self.nursery.start_soon(self._keeper.watch_limits)
                         for pool in self._pools:
                             self.nursery.start_soon(pool.poll)
+                            self.nursery.start_soon(pool.meet_kinds)
                             self.nursery.start_soon(pool.ends.write)
                             for _ in range(pool.workers.number):
                                 self.nursery.start_soon(pool.workers.work)

@@ -7,6 +7,7 @@ store, or knows from the row it carries that there is nothing to look at.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -14,6 +15,8 @@ from collections.abc import Callable, Hashable, Sequence
 import trio
 
 from ._model import Row
+
+_log = logging.getLogger("trio_jobs")
 
 
 class Listener:
@@ -88,9 +91,17 @@ def _call(token: trio.lowlevel.TrioToken, call: Callable[[], None]) -> None:
         call()
     else:
         try:
-            token.run_sync_soon(call)
+            token.run_sync_soon(_call_safely, call)
         except trio.RunFinishedError:
             pass  # that loop is gone, and its listener with it
+
+
+def _call_safely(call: Callable[[], None]) -> None:
+    # Trio itself has called us: what is raised here would end that whole program.
+    try:
+        call()
+    except BaseException:  # noqa: ASYNC103 - an application's clock raises anything
+        _log.exception("what was to hear of a commit failed")  # noqa: ASYNC104
 
 
 def _is_here(token: trio.lowlevel.TrioToken) -> bool:

@@ -91,7 +91,7 @@ class Lookout:
                 await self._watch(watch)
         except trio.ClosedResourceError:
             pass  # its `Jobs` has closed
-        except Exception:
+        except (Exception, SystemExit):  # an application's clock raises anything
             _log.exception("the log is watched no longer; other processes are heard within `poll`")
         finally:
             watch.close()

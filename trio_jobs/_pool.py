@@ -50,9 +50,7 @@ class Pool:
         self._claim_under_way: Write | None = None
         self._version: Hashable = ()
         """The store's at the latest look."""
-        self._looked_around_at: Instant | None = None
-        self._is_news = False
-        """Others have committed since then."""
+        self._may_be_new_kinds = trio.Event()
         self._held: frozenset[int] = frozenset()
         """What that claim leaves alone, because it was in hand when it was made."""
         self._is_one_free = False
@@ -141,11 +139,49 @@ class Pool:
         """Claim when a due time or deadline has come; once a `poll` on a real clock, look."""
         is_look = False
         while True:
-            if not is_look or self._is_news or self._agenda.is_written_elsewhere:
-                await self._look_around()
+            if self._engine.once is not None:
+                await self._meet_kinds()  # it ends when there is nothing more to do
+            elif not is_look:
+                self._may_be_new_kinds.set()
+            if self._agenda.is_written_elsewhere:
+                await self._see_whether_that_is_over()
             if self._engine.has_work and self._agenda.may_claim(self._engine.decision_now()):
                 self._claim(is_look=is_look)
             is_look = await self._sleep()
+
+    @trio.lowlevel.enable_ki_protection
+    async def meet_kinds(self) -> None:
+        """Look for kinds that nobody handles, at most once a `poll`. A task of its own, because
+        a read may have to wait for other reads, and a claim must not."""
+        is_well = True
+        while True:
+            await self._may_be_new_kinds.wait()
+            self._may_be_new_kinds = trio.Event()
+            was_well, is_well = is_well, await self._meet_kinds()
+            if not is_well:
+                self._may_be_new_kinds.set()
+            elif not was_well:
+                self.wake()  # a claim that goes well ends the trouble
+            await trio.sleep(self._engine.poll)
+
+    async def _meet_kinds(self) -> bool:
+        if self._engine.looks_for_unhandled(self):
+            try:
+                kinds = await self._bridge.read(lambda store: store.queued_kinds())
+            except StoreError as error:
+                self._engine.met_trouble(error, "the store could not be read")
+                return False
+            self._engine.meet(kinds)
+        return True
+
+    async def _see_whether_that_is_over(self) -> None:
+        """Whether another's transaction, of which we heard, goes on."""
+        try:
+            self._agenda.is_written_elsewhere = False
+            if not await self._bridge.read(lambda store: store.is_unlocked()):
+                self._agenda.is_written_elsewhere = True
+        except StoreError as error:
+            self._engine.met_trouble(error, "the store could not be read")
 
     async def _sleep(self) -> bool:
         """Until it is time to claim, or, if it returns True, for a look."""
@@ -156,7 +192,7 @@ class Pool:
             self._give_up_ahead()
             if is_time and look_at is not None and (instant is None or look_at < instant):
                 continue
-            if is_time or self._agenda.is_written_elsewhere or self._is_news_of_kinds():
+            if is_time or self._agenda.is_written_elsewhere:
                 return self._is_look_enough(instant)
 
     def _is_look_enough(self, instant: Instant | None) -> bool:
@@ -168,29 +204,6 @@ class Pool:
         if self._agenda.is_written_elsewhere or self._agenda.is_lost_waiting:
             return False
         return instant is None or self._clock.now() < instant
-
-    def _is_news_of_kinds(self) -> bool:
-        """There may be unknown kinds, and it is a `poll` since they were looked for."""
-        at, poll = self._looked_around_at, microseconds(self._engine.poll)
-        return (
-            self._is_news
-            and self._engine.looks_for_unhandled(self)
-            and (at is None or self._clock.ticks() >= at + poll)
-        )
-
-    async def _look_around(self) -> None:
-        """See what no claim shows: unknown kinds, and whether another's transaction is over."""
-        self._looked_around_at, self._is_news = self._clock.ticks(), False
-        try:
-            if self._engine.looks_for_unhandled(self):
-                self._engine.meet(await self._bridge.read(lambda store: store.queued_kinds()))
-            if self._agenda.is_written_elsewhere:
-                self._agenda.is_written_elsewhere = False
-                if not await self._bridge.read(lambda store: store.is_unlocked()):
-                    self._agenda.is_written_elsewhere = True
-        except StoreError as error:
-            self._is_news = True
-            self._engine.met_trouble(error, "the store could not be read")
 
     def _next_instant(self) -> Instant | None:
         patience = self.workers.end_of_patience()
@@ -332,9 +345,7 @@ class Pool:
             self._version = look.version
             if claimed.jobs:
                 self._engine.jobs._lookout.found()
-            if self._engine.looks_for_unhandled(self):
-                self._is_news = True
-                self._alarm.ring()
+            self._may_be_new_kinds.set()
 
     def _sleep_no_longer(self) -> None:
         """There is room that was not there, or a due time was learnt."""

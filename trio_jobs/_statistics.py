@@ -82,7 +82,8 @@ class Tally:
         """The store refused: warn once for each kind of call until it works again."""
         if what not in self._warned:
             self._warned.add(what)
-            _log.warning("%s: %s; the runner goes on trying", what, error)
+            then = "stops" if error.is_permanent else "goes on trying"
+            _log.warning("%s: %s; the runner %s", what, error, then)
         self._trouble = str(error)
 
     def worked_again(self) -> None:

@@ -7,6 +7,7 @@ thousand who wait cost one statement, and nobody but those whose job has ended i
 
 from __future__ import annotations
 
+import contextvars
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -25,6 +26,8 @@ class Waiters:
     def __init__(self, bridge: Bridge, clock: Clock) -> None:
         self._bridge = bridge
         self._clock = clock
+        # Not that of who waits first: it reads for others, too.
+        self._context = contextvars.copy_context()
         # Not sets: who is woken first must not depend on where objects lie in memory.
         self._waiters: dict[int, dict[_Waiter, None]] = {}
         self._asked: dict[int, None] = {}
@@ -47,7 +50,9 @@ class Waiters:
         # Who waits has no nursery to give, and the read for all must not end with one of them.
         if not self._is_reading:
             self._is_reading = True
-            trio.lowlevel.spawn_system_task(self._read_for_all, name="trio_jobs waiters")
+            trio.lowlevel.spawn_system_task(
+                self._read_for_all, name="trio_jobs waiters", context=self._context
+            )
         try:
             await waiter.event.wait()
         finally:

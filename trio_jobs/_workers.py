@@ -6,6 +6,7 @@ may be more than workers are free, where handlers are known to be short.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import logging
 from collections import deque
@@ -109,6 +110,7 @@ class Workers:
         while True:
             await trio.lowlevel.checkpoint_if_cancelled()
             is_leaving = False
+            latest: tuple[int, Handler | None] = (0, None)
             try:
                 # One scope for many jobs, because a new one would be a third of what Trio does
                 # for a job. It is left when it was cancelled, or when a handler did not close
@@ -117,14 +119,19 @@ class Workers:
                 with trio.CancelScope() as scope:
                     status = _cancel_status()
                     while not scope.cancel_called and _is_innermost(scope, nurseries, status):
-                        await self._work_once(scope)
+                        latest = await self._work_once(scope)
                     is_leaving = True
-            except RuntimeError as error:  # "Cancel scope stack corrupted", now mended
+            except RuntimeError as error:  # "Cancel scope stack corrupted"; scopes are mended now
                 if not is_leaving:
                     raise
-                _log.error("a handler left a cancel scope or nursery open", exc_info=error)
+                _log.error(
+                    "job %d: %r left a cancel scope or nursery open", *latest, exc_info=error
+                )
+                if len(trio.lowlevel.current_task().child_nurseries) > nurseries:
+                    self._engine.nursery.start_soon(self.work)
+                    await _sleep_whatever_comes()
 
-    async def _work_once(self, scope: trio.CancelScope) -> None:
+    async def _work_once(self, scope: trio.CancelScope) -> tuple[int, Handler]:
         execution = await self._next()
         pace = self._paces.get(execution.row.kind)
         if pace is None or not pace.is_short:
@@ -139,6 +146,7 @@ class Workers:
         if pace is not None and took is not None:
             pace.took(took)
         self._ended(execution, end)
+        return execution.row.id, execution.handler
 
     async def _next(self) -> Execution:
         # Each job sees a context of its own; a task takes a new one up when it is resumed.
@@ -156,6 +164,14 @@ class Workers:
             await trio.lowlevel.wait_task_rescheduled(abort)
         self._busy += 1
         return self._ready.popleft()
+
+
+async def _sleep_whatever_comes() -> None:
+    """For a task in which a nursery was left open: whoever closes that makes Trio resume this
+    task, whatever it does by then. So it must do nobody's job any more."""
+    while True:
+        with contextlib.suppress(RuntimeError):  # "Should never have been rescheduled!"
+            await trio.sleep_forever()
 
 
 def _is_innermost(scope: trio.CancelScope, nurseries: int, status: object) -> bool:

@@ -231,7 +231,9 @@ class SqliteStore:
             return
         if found is not None and found[1] <= mark[1]:
             raise failed  # nobody has come after us, or somebody in our place
-        unknown = _like(failed, f"{failed}; the outcome is unknown")
+        # No StoreBusy, whatever it was: that says that nothing was written.
+        unknown = StoreError(f"{failed}; the outcome is unknown")
+        unknown.is_permanent = failed.is_permanent
         unknown.is_outcome_unknown = True
         raise unknown from failed
 
