@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import traceback
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -504,6 +505,24 @@ def test_importing_the_package_needs_no_checker_and_no_second_driver() -> None:
         for alias in node.names
     }
     assert "apsw" not in top_level
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_the_annotations_of_public_classes_can_be_evaluated(name: str) -> None:
+    value = getattr(trio_jobs, name)
+
+    if isinstance(value, type):
+        assert set(typing.get_type_hints(value)) >= set(inspect.get_annotations(value))
+
+
+def test_public_values_can_be_payloads_and_results_themselves() -> None:
+    assert trio_jobs.Kind("report", trio_jobs.Failure, list[trio_jobs.PastAttempt])
+
+
+def test_tracebacks_name_errors_as_they_are_imported() -> None:
+    [last] = traceback.format_exception_only(trio_jobs.StoreBusy("locked"))
+
+    assert last == "trio_jobs.StoreBusy: locked\n"
 
 
 def test_generic_classes_can_be_parameterised_at_run_time() -> None:

@@ -46,11 +46,12 @@ from ._statistics import Statistics as Statistics
 from .sqlite import SqliteStore as SqliteStore
 
 
-def _say_where_names_live(names: dict[str, object]) -> None:
-    # Users import from here, so tracebacks and help() say so.
-    for name, value in names.items():
-        if not name.startswith("_") and getattr(value, "__module__", "").startswith(__name__):
+def _say_where_errors_live(names: dict[str, object]) -> None:
+    # Users import from here, so tracebacks say so. Not of other classes: the annotations of a
+    # class are looked up in its module.
+    for value in names.values():
+        if isinstance(value, type) and issubclass(value, Exception):
             value.__module__ = __name__
 
 
-_say_where_names_live(globals())
+_say_where_errors_live(globals())
