@@ -671,7 +671,11 @@ async def test_apsw_its_own_blocks_and_traces_work_with_it(apsw_jobs: Jobs, tmp_
 async def test_apsw_a_connection_of_the_other_driver_is_refused(apsw_jobs: Jobs) -> None:
     with (
         contextlib.closing(sqlite3.connect(":memory:")) as connection,
-        pytest.raises(TypeError, match=r"not an? apsw\.Connection"),
+        pytest.raises(
+            TypeError,
+            match=r"not an apsw\.Connection but a sqlite3\.Connection: .* would corrupt it.* "
+            r'needs a store with driver="sqlite3"',
+        ),
     ):
         apsw_jobs.enqueue_on(connection, number, 7)
 
@@ -679,7 +683,11 @@ async def test_apsw_a_connection_of_the_other_driver_is_refused(apsw_jobs: Jobs)
 async def test_an_apsw_connection_is_refused_by_the_default_driver(file_jobs: Jobs) -> None:
     with (
         apsw_application(Path(":memory:")) as connection,
-        pytest.raises(TypeError, match=r"not a sqlite3\.Connection"),
+        pytest.raises(
+            TypeError,
+            match=r"not a sqlite3\.Connection but an apsw\.Connection: .* would corrupt it.* "
+            r'needs a store with driver="apsw"',
+        ),
     ):
         file_jobs.enqueue_on(connection, number, 7)
 

@@ -153,15 +153,25 @@ def connect_apsw(path: str) -> Connection:
 
 def adapted(connection: object, driver: Driver) -> Connection:
     """The application's own connection. Raises TypeError when it is not one of that driver."""
-    if driver == "sqlite3":
-        if isinstance(connection, sqlite3.Connection):
+    its: Driver | None = None
+    if isinstance(connection, sqlite3.Connection):
+        if driver == "sqlite3":
             return Sqlite3Connection(connection)
-    else:
+        its = "sqlite3"
+    elif "apsw" in sys.modules:  # whoever has a connection of it has imported it
         import apsw
 
         if isinstance(connection, apsw.Connection):
-            return ApswConnection(connection)
-    raise TypeError(f"not a {driver}.Connection: {type(connection).__qualname__}")
+            if driver == "apsw":
+                return ApswConnection(connection)
+            its = "apsw"
+    names = {"sqlite3": "a sqlite3.Connection", "apsw": "an apsw.Connection"}
+    if its is None:
+        raise TypeError(f"not {names[driver]}: {type(connection).__qualname__}")
+    raise TypeError(
+        f"not {names[driver]} but {names[its]}: {_mixed(driver)};"
+        f' this one needs a store with driver="{its}"'
+    )
 
 
 # Primary result codes, https://www.sqlite.org/rescode.html.
