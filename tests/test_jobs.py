@@ -623,6 +623,18 @@ async def test_keys_that_are_not_as_many_as_payloads_are_refused(jobs: Jobs, key
     assert await jobs.find() == []
 
 
+@pytest.mark.parametrize("text", ["abc", b"abc", ""])
+async def test_a_text_is_no_list_of_payloads(jobs: Jobs, text: Any) -> None:
+    word = Kind("word", type(text))
+
+    with pytest.raises(
+        TypeError, match=rf"list of payloads, not a {type(text).__name__}: .*enqueue"
+    ):
+        await jobs.enqueue_many(word, text)
+
+    assert await jobs.find() == []
+
+
 async def test_many_jobs_may_have_keys_some_may_have_none_and_some_the_same(jobs: Jobs) -> None:
     old = await jobs.enqueue(number, 0, key="old")
 
@@ -889,6 +901,16 @@ async def test_filters_that_cannot_be_are_refused(filters: dict[str, Any], error
     async with trio_jobs.open_jobs(":memory:") as jobs:
         with pytest.raises(error):
             await jobs.find(**filters)
+
+
+@pytest.mark.parametrize("state", ["foo", "DEAD", 5])
+async def test_a_state_that_is_none_is_answered_with_those_there_are(
+    jobs: Jobs, state: Any
+) -> None:
+    words = "queued, running, succeeded, failed, dead, cancelled"
+
+    with pytest.raises(ValueError, match=f"state must be one of {words}, not {state!r}"):
+        await jobs.find(state=state)
 
 
 async def test_a_kind_that_cannot_be_stored_is_found_nowhere(jobs: Jobs) -> None:

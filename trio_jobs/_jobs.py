@@ -153,6 +153,11 @@ class Jobs:
 
         Options are those of `enqueue`; `keys` are as many as payloads.
         """
+        if isinstance(payloads, str | bytes):
+            raise TypeError(
+                f"payloads must be a list of payloads, not a {type(payloads).__name__}: "
+                "a single one is for enqueue"
+            )
         now = self._clock.now()
         due = self._due(now, delay, run_at)
         payloads = list(payloads)
@@ -233,8 +238,11 @@ class Jobs:
         after: int | None = None,
         limit: int = 100,
     ) -> list[Job[Any]]:
-        """At most `limit` jobs by id, those with an id above `after`; page with the last id."""
-        states = () if state is None else (State(state),)
+        """At most `limit` jobs by id, those with an id above `after`; page with the last id.
+
+        Raises `ValueError` for a `state` or `limit` that cannot be.
+        """
+        states = () if state is None else (_checked_state(state),)
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
             raise ValueError(f"limit must be a whole number from 0 on, not {limit!r}")
         start = 0 if after is None else _checked_id(after)
@@ -270,7 +278,9 @@ class Jobs:
 
         Wakes at once if it ends in this process, and on Linux also if in another one; within
         `poll` seconds otherwise.
-        Cancelling the wait does not touch the job. Raises `JobNotFound`.
+        Cancelling the wait does not touch the job. Raises `JobNotFound`, `StoreBusy` or
+        `StoreError` when the store could not be read (the call is safe to repeat), and
+        `trio.ClosedResourceError` when `open_jobs` is left meanwhile.
         """
         poll = seconds(poll, "poll", above=True)
         self._bridge.raise_if_closed()
@@ -401,6 +411,14 @@ def _checked_id(id: int | Job[Any]) -> int:
         raise TypeError(f"a job's id must be an int, not {type(number).__name__}")
     # SQLite's integers have 64 bits; no id is outside.
     return max(min(number, _MAX_ID), -1)
+
+
+def _checked_state(state: State) -> State:
+    try:
+        return State(state)
+    except ValueError:
+        words = ", ".join(one.value for one in State)
+        raise ValueError(f"state must be one of {words}, not {state!r}") from None
 
 
 def _name_of(kind: Kind[Any, Any] | str | None) -> str | None:
