@@ -636,6 +636,28 @@ def test_a_module_that_breaks_on_import_shows_where(tmp_path: Path, database: Pa
     assert done.stderr.splitlines()[-1] == "Error: module 'broken' cannot be imported"
 
 
+@pytest.mark.parametrize(
+    "factory",
+    [
+        "def make():\n    raise LookupError\n",
+        "def make():\n    yield from ()\n    raise LookupError\n",
+        "def make(settings):\n    pass\n",
+    ],
+    ids=["raises", "generator", "wants an argument"],
+)
+def test_a_function_that_breaks_instead_of_giving_handlers_is_named(
+    tmp_path: Path, database: Path, factory: str
+) -> None:
+    (tmp_path / "broken.py").write_text(factory)
+
+    done = run_process("work", "broken:make", "--db", database, folder=tmp_path)
+
+    assert done.returncode == 2
+    error = "TypeError" if "settings" in factory else "LookupError"
+    assert f"\n{error}" in done.stderr
+    assert done.stderr.splitlines()[-1] == f"Error: broken:make raised {error} instead of handlers"
+
+
 def test_every_command_has_help() -> None:
     for name in ("work", "list", "show", "history", "retry", "cancel", "stats", "demo"):
         assert name in command("--help").stdout

@@ -109,10 +109,16 @@ def load_handlers(reference: str) -> list[Handler]:
         raise BadArgument(
             f"{reference} is an async function, no Handler: bind it with @kind.handled_by"
         )
-    if callable(value):
-        value = value()
+    try:
+        given = value() if callable(value) else value
+        given = list(given) if isinstance(given, Iterable) else [given]
+    except Exception as error:
+        traceback.print_exc()  # it is theirs, and they want to know where
+        raise BadArgument(
+            f"{reference} raised {type(error).__name__} instead of handlers"
+        ) from error
     handlers: list[Handler] = []
-    for one in value if isinstance(value, Iterable) else [value]:
+    for one in given:
         if not isinstance(one, Handler):
             raise BadArgument(
                 f"{reference} must be a Handler, or some of them in an iterable, "
