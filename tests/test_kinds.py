@@ -307,6 +307,69 @@ def test_what_is_not_an_async_function_is_refused_at_once(fn: Any, named: str) -
         number.handled_by(fn)
 
 
+async def takes_nothing() -> int:
+    return 1
+
+
+async def takes_a_name(*, name: str) -> int:
+    return 1
+
+
+@pytest.mark.parametrize(
+    ("fn", "why"),
+    [
+        (multiply_by, "missing a required argument: 'attempt'"),
+        (takes_nothing, "too many positional arguments"),
+        (takes_a_name, ""),
+        (Multiplier.multiply, "missing a required argument: 'attempt'"),
+        (functools.partial(multiply_by, 2, None), "too many positional arguments"),  # type: ignore[arg-type]
+    ],
+    ids=["two", "none", "keyword", "unbound method", "partial"],
+)
+def test_a_handler_that_cannot_be_called_with_an_attempt_is_refused_at_once(
+    fn: Any, why: str
+) -> None:
+    with pytest.raises(
+        TypeError, match=rf"kind 'number' must take one argument, the attempt; .*: .*{why}"
+    ):
+        number.handled_by(fn)
+
+
+async def takes_more(attempt: Attempt[int, int], factor: int = 2, *more: int, add: int = 0) -> int:
+    return attempt.payload * factor + add
+
+
+def gives_a_factor(fn: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fn)
+    async def inner(attempt: Attempt[int, int]) -> Any:
+        return await fn(2, attempt)
+
+    return inner
+
+
+class Unsigned:
+    __signature__ = "none"
+
+    async def __call__(self, attempt: Attempt[int, int]) -> int:
+        return attempt.payload * 2
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        takes_more,
+        functools.partial(takes_more, add=0),
+        functools.partial(takes_more, factor=2),
+        gives_a_factor(multiply_by),
+        functools.partial(gives_a_factor(multiply_by)),
+        Unsigned(),
+    ],
+    ids=["defaults", "partial", "partial by name", "wrapper", "partial wrapper", "no signature"],
+)
+async def test_a_handler_is_refused_only_if_it_cannot_be_called(fn: Any) -> None:
+    assert await number.handled_by(fn)(testing.attempt(number, 21)) == 42
+
+
 async def test_a_decorated_handler_can_be_called_by_hand() -> None:
     handler = number.handled_by(doubles)
 

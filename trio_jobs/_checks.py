@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+from collections.abc import Callable
 from typing import Final
 
 _MAX_PRIORITY: Final = 2**31
@@ -56,6 +57,20 @@ def is_async(fn: object) -> bool:
     return inspect.iscoroutinefunction(fn) or (
         callable(fn) and inspect.iscoroutinefunction(type(fn).__call__)
     )
+
+
+def refuses_one_argument(fn: Callable[..., object]) -> str | None:
+    """Why it cannot be called with one argument; None if it can, or if that cannot be told."""
+    try:
+        # The signature of what is called: that of a wrapped function may be another.
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(object())
+    except TypeError as error:
+        return str(error)
+    return None
 
 
 def name_of(fn: object) -> str:

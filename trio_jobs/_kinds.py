@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
-from ._checks import is_async, name_of, priority_of, seconds, text
+from ._checks import is_async, name_of, priority_of, refuses_one_argument, seconds, text
 from ._codec import Codec
 from ._model import Policy
 from ._retry import Retry
@@ -106,7 +106,7 @@ class Kind(Generic[P, R]):
         """Bind this kind to the async function that does it; usable as a decorator.
 
         Bound methods and partials are welcome: that is how a handler carries what it needs.
-        Raises `TypeError` for a function that is not async.
+        Raises `TypeError` for a function that is not async, or does not take one argument.
         """
         return Handler(self, fn)
 
@@ -124,6 +124,12 @@ class Handler:
         if not is_async(fn):
             raise TypeError(
                 f"the handler of kind {kind.name!r} must be an async function, not {name_of(fn)}"
+            )
+        why = refuses_one_argument(fn)
+        if why is not None:
+            raise TypeError(
+                f"the handler of kind {kind.name!r} must take one argument, the attempt; "
+                f"{name_of(fn)}: {why}"
             )
         self.kind = kind
         self.fn = fn
