@@ -473,6 +473,24 @@ async def test_no_handler_at_all_is_an_idle_runner(autojump_clock: MockClock) ->
     assert runner.statistics().unhandled == {"number"}
 
 
+async def takes_any(name: str, payload: bytes) -> None:
+    pass
+
+
+@pytest.mark.parametrize("unhandled", ["leave", "fail", takes_any], ids=["leave", "fail", "any"])
+async def test_a_runner_that_can_start_nothing_says_so(
+    unhandled: Any, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with trio_jobs.open_jobs(":memory:") as jobs, trio.open_nursery() as nursery:
+        await trio_jobs.run_once(jobs, [], unhandled=unhandled)
+        await nursery.start(functools.partial(trio_jobs.serve, jobs, [], unhandled=unhandled))
+        await trio.sleep(10)
+        nursery.cancel_scope.cancel()
+
+    said = [record.getMessage() for record in caplog.records]
+    assert said == (2 * ["there are no handlers: no job will be started"] * (unhandled == "leave"))
+
+
 def test_kinds_are_importable_where_no_event_loop_runs_and_start_nothing() -> None:
     code = (
         "import threading, trio_jobs; trio_jobs.Kind('k', int).handled_by; "

@@ -157,7 +157,10 @@ async def test_statistics_count_what_the_runner_did(jobs: Jobs, autojump_clock: 
         await trio.sleep(10)
         statistics = runner.statistics()
 
+        shown = repr(runner)
+
     assert at_first == Statistics(0, 0, 0, 0, 0, 0, frozenset(), None)
+    assert shown == "<Runner: 1 running, 10 started>"
     assert statistics == Statistics(
         running=1,
         started=10,

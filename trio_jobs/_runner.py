@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime
 from typing import Final
@@ -14,6 +15,8 @@ from ._engine import Engine, Once, Unhandled
 from ._jobs import Jobs
 from ._kinds import Handler
 from ._statistics import Statistics
+
+_log = logging.getLogger("trio_jobs")
 
 SHORTEST_LEASE: Final = 0.5
 """Seconds; a third of it must be enough for a renewal on a busy machine."""
@@ -104,6 +107,10 @@ class Runner:
         """Counts since the start, and how it is now."""
         return self._engine.statistics()
 
+    def __repr__(self) -> str:
+        now = self.statistics()
+        return f"<Runner: {now.running} running, {now.started} started>"
+
 
 def _lease(lease: float) -> float:
     lease = seconds(lease, "lease")
@@ -137,6 +144,9 @@ def _pools(
         )
     known = frozenset(by_kind)
     if queues is None:
+        if unhandled == "leave" and not by_kind:
+            # Not refused: deadlines are kept, and `statistics().unhandled` names what is waiting.
+            _log.warning("there are no handlers: no job will be started")
         return [(by_kind, _workers(workers, "workers"))], known
     if isinstance(queues, str) or not isinstance(queues, Collection):
         raise TypeError(
