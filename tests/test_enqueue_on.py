@@ -142,6 +142,21 @@ async def test_without_a_transaction_the_job_is_stored_at_once(
         assert ended.unwrap() == 14
 
 
+async def test_a_connection_that_begins_by_itself_keeps_the_job_and_the_lock_until_it_commits(
+    file_jobs: Jobs, tmp_path: Path
+) -> None:
+    with contextlib.closing(sqlite3.connect(tmp_path / "jobs.db", timeout=0)) as other:
+        with contextlib.closing(sqlite3.connect(tmp_path / "jobs.db")) as connection:
+            file_jobs.enqueue_on(connection, number, 7)
+            was_in_transaction = connection.in_transaction
+            with pytest.raises(StoreBusy):
+                file_jobs.enqueue_on(other, number, 8)
+        found = await file_jobs.find()
+
+    assert was_in_transaction
+    assert found == []
+
+
 async def test_a_block_that_raises_takes_the_job_with_it(file_jobs: Jobs, tmp_path: Path) -> None:
     with application(tmp_path / "jobs.db") as connection:
         try:

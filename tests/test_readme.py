@@ -7,6 +7,7 @@ import re
 import sqlite3
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from stories import Script, finished, instant, serving
 from trio.testing import MockClock
 
 import trio_jobs
+from trio_jobs import Failure, State
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -80,3 +82,78 @@ async def test_the_statements_that_remove_old_jobs_leave_all_others(
 
     assert left == [young.id, waiting.id]
     assert past == 1
+
+
+async def test_a_payload_type_can_change_while_jobs_of_the_old_one_wait(
+    autojump_clock: MockClock,
+) -> None:
+    @dataclass
+    class Old:
+        path: str
+
+    @dataclass
+    class New:
+        path: str
+        width: int = 320
+
+    @dataclass
+    class Wrong:
+        path: str
+        width: int
+
+    old, new, wrong = (trio_jobs.Kind("resize", form) for form in (Old, New, Wrong))
+    handle = Script(None)
+    async with trio_jobs.open_jobs(":memory:") as jobs:
+        waiting = await jobs.enqueue(old, Old("cat.jpg"))
+        async with serving(jobs, wrong.handled_by(handle)):
+            [refused] = await finished(jobs, waiting)
+        async with serving(jobs, new.handled_by(handle)):
+            [ended] = await finished(jobs, await jobs.retry(waiting))
+        async with serving(jobs, old.handled_by(handle)):
+            [unknown] = await finished(jobs, await jobs.enqueue(new, New("cat.jpg")))
+
+    for job in (refused, unknown):
+        assert (job.state, job.failure) == (State.FAILED, Failure("payload does not decode"))
+    assert ended.state is State.SUCCEEDED
+
+
+CRASH = """
+import os, sys, trio, trio_jobs
+from trio.testing import MockClock
+
+step = trio_jobs.Kind("step", None)
+
+@step.handled_by
+async def crash(attempt):
+    os._exit(1)
+
+async def main():
+    async with trio_jobs.open_jobs(sys.argv[1]) as jobs, trio.open_nursery() as nursery:
+        await nursery.start(trio_jobs.serve, jobs, [crash])
+        await jobs.enqueue(step, None)
+
+trio.run(main, clock=MockClock(autojump_threshold=0))
+"""
+
+
+async def test_a_crash_of_a_process_under_a_virtual_clock_is_lived_through_in_a_test(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    file = tmp_path / "jobs.db"
+    died = subprocess.run(  # noqa: ASYNC221 - nothing else runs yet
+        [sys.executable, "-c", CRASH, file],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=60,
+        check=False,
+    )
+    step = trio_jobs.Kind("step", None)
+    async with (
+        trio_jobs.open_jobs(file) as jobs,
+        serving(jobs, step.handled_by(Script(None))),
+    ):
+        [ended] = await finished(jobs, *await jobs.find())
+        [past] = await jobs.history(ended)
+
+    assert died.returncode == 1
+    assert (ended.state, ended.attempt) == (State.SUCCEEDED, 2)
+    assert past.outcome == "lost"

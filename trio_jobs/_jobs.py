@@ -187,7 +187,9 @@ class Jobs:
 
         `connection` is the application's own `sqlite3` (or, with that driver, apsw)
         connection to the same file: the job exists if and only if the transaction is
-        committed. Callable from any thread. Raises what `enqueue` raises, and `ValueError`
+        committed. `sqlite3` begins one by itself and leaves it open: use `with connection:`,
+        or commit. Callable from any thread; it may wait for the file's lock as long as
+        that connection does. Raises what `enqueue` raises, and `ValueError`
         for a connection to another file.
         """
         self._bridge.raise_if_closed()
