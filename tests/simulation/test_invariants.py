@@ -119,6 +119,10 @@ class Case:
     def broken(self) -> set[str]:
         return {violation.invariant for violation in check_all(self.evidence())}
 
+    def accused(self) -> str:
+        """Sentence by sentence, where more than one of a promise would be broken."""
+        return "\n".join(violation.text for violation in check_all(self.evidence()))
+
 
 @pytest.fixture
 def case() -> Case:
@@ -208,6 +212,44 @@ def test_a_key_that_gives_somebody_elses_job(case: Case) -> None:
     assert case.broken() == {"I1"}
 
 
+def test_a_payload_that_is_inserted_twice(case: Case) -> None:
+    case.enqueue()
+    case.step(2, "client")
+    case.steps[-1] = dataclasses.replace(case.steps[-1], payload='"canary 1"')
+    for job in (1, 2):
+        case.finish(case.claim(job))
+
+    assert case.broken() == {"I1"}
+    assert "inserted one of them twice" in case.accused()
+
+
+def test_an_acknowledged_enqueue_that_returned_no_job(case: Case) -> None:
+    case.enqueue()
+    case.finish(case.claim())
+    case.history.calls[0].ids = ()
+
+    assert case.broken() == {"I1"}
+    assert "returned the jobs ()" in case.accused()
+
+
+@pytest.mark.parametrize(
+    ("states", "sentence"),
+    [
+        ({1: "failed"}, "is failed in the end, its last change says"),
+        ({1: "succeeded", 2: "succeeded"}, "was never inserted"),
+    ],
+)
+def test_a_row_that_is_not_what_its_changes_made_of_it(
+    case: Case, states: dict[int, str], sentence: str
+) -> None:
+    case.enqueue()
+    case.finish(case.claim())
+    case.rest["states"] = states
+
+    assert case.broken() == {"I1"}
+    assert sentence in case.accused()
+
+
 # I2.
 
 
@@ -279,6 +321,7 @@ def test_more_attempts_than_the_kind_allows(case: Case) -> None:
     case.finish(case.claim())
 
     assert case.broken() == {"I3", "I4"}
+    assert "is at attempt 3 of 2" in case.accused()
 
 
 @pytest.mark.parametrize(
@@ -337,6 +380,26 @@ def test_a_start_by_another_than_the_holder(case: Case) -> None:
     assert "I4" in case.broken()
 
 
+def test_a_start_before_its_claim(case: Case) -> None:
+    case.enqueue()
+    start = case.claim()
+    start.at = 1
+    case.finish(start)
+
+    assert case.broken() == {"I4"}
+    assert "was started before claim 1" in case.accused()
+
+
+def test_a_start_that_is_told_another_attempt(case: Case) -> None:
+    case.enqueue()
+    start = case.claim()
+    start.attempt = 2
+    case.finish(start)
+
+    assert case.broken() == {"I4"}
+    assert "was told attempt 2, the claim says" in case.accused()
+
+
 def test_a_start_that_was_handed_back_as_never_started(case: Case) -> None:
     case.enqueue()
     start = case.claim()
@@ -352,11 +415,12 @@ def test_a_start_that_was_handed_back_as_never_started(case: Case) -> None:
 
 def test_a_row_that_is_taken_up_before_its_lease_ends(case: Case) -> None:
     case.enqueue()
-    case.claim(1, "a", lease=1000)
+    case.claim(1, "a", lease=1000).ended_at = case.now()
     case.end(1, "queued", "b", outcome="lost")
     case.finish(case.claim(1, "b"))
 
     assert case.broken() == {"I5"}
+    assert "claim 1 of a was ended by b at" in case.accused()
 
 
 def test_a_row_that_is_taken_up_after_its_lease_or_from_the_dead(case: Case) -> None:
@@ -528,6 +592,16 @@ def test_a_returned_value_that_is_handed_back(case: Case) -> None:
     assert case.broken() == {"I6"}
 
 
+def test_a_success_of_a_handler_that_raised(case: Case) -> None:
+    case.enqueue()
+    start = case.claim()
+    case.finish(start)
+    start.ending = "ValueError"
+
+    assert case.broken() == {"I6"}
+    assert "succeeded by claim 1, which raised ValueError" in case.accused()
+
+
 # I7.
 
 
@@ -556,6 +630,19 @@ def test_an_acknowledged_partial_result_that_is_not_there(case: Case) -> None:
     case.finish(start)
 
     assert case.broken() == {"I7"}
+
+
+def test_a_refused_partial_result_that_is_there(case: Case) -> None:
+    case.enqueue()
+    start = case.claim()
+    publication = Publication('"half"', case.now(), "fail")
+    start.published.append(publication)
+    case.step(1, "a", result='"half"')
+    publication.answered_at = case.now()
+    case.finish(start)
+
+    assert case.broken() == {"I7"}
+    assert '"half" was refused under 1 and is there' in case.accused()
 
 
 def test_a_retry_by_hand_that_forgets_the_result(case: Case) -> None:
@@ -723,6 +810,25 @@ def test_an_answer_about_a_job_that_there_is_not(case: Case, verb: Any) -> None:
     assert case.broken() == {"I9"}
 
 
+@pytest.mark.parametrize("verb", ["cancel", "retry", "get", "history"])
+def test_a_job_that_was_there_and_is_not_found(case: Case, verb: Any) -> None:
+    case.enqueue()
+    case.history.call(verb, "client", case.now(), job=1).failed(case.now(), "JobNotFound")
+    case.finish(case.claim())
+
+    assert case.broken() == {"I9"}
+    assert f"{verb} did not find it, and it was there" in case.accused()
+
+
+def test_a_retry_that_is_refused_without_a_reason(case: Case) -> None:
+    case.enqueue(kind="last")
+    case.fail(case.claim(), "dead")
+    case.history.call("retry", "client", case.now(), job=1).failed(case.now(), "StateError")
+
+    assert case.broken() == {"I9"}
+    assert "retry was refused without a reason" in case.accused()
+
+
 @pytest.mark.parametrize(("queued", "broken"), [(0, {"I9"}), (1, set()), (2, set()), (3, {"I9"})])
 def test_counts_that_are_not_true(case: Case, queued: int, broken: set[str]) -> None:
     case.enqueue(1)
@@ -789,9 +895,22 @@ def test_two_live_jobs_with_a_key(case: Case) -> None:
 
 def test_a_claim_at_the_deadline(case: Case) -> None:
     case.enqueue(deadline=case.moment + 30)
-    case.finish(case.claim())
+    start = case.claim()
+    start.wall = None  # of its start nothing is known
+    case.finish(start)
 
     assert case.broken() == {"I13"}
+    assert "was claimed at 60, its deadline is 60" in case.accused()
+
+
+def test_a_start_at_the_deadline_after_a_claim_in_time(case: Case) -> None:
+    case.enqueue(deadline=1000)
+    start = case.claim()
+    start.wall = 1000
+    case.finish(start)
+
+    assert case.broken() == {"I13"}
+    assert "was started at 1000, its deadline is 1000" in case.accused()
 
 
 def test_a_claim_before_the_job_is_due(case: Case) -> None:
