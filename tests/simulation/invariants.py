@@ -8,7 +8,7 @@ about schedules, which there are none of yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -34,6 +34,28 @@ class Violation:
         about = "" if self.job is None else f"job {self.job}: "
         return f"{self.invariant}: {about}{self.text}"
 
+
+PROMISES: Final[Mapping[str, str]] = {
+    "I1": "what was acknowledged is there, once, and nothing else is",
+    "I2": "an end is for good, and nothing changes that nobody asked for",
+    "I3": "claims, attempts and interruptions are counted, and a job ends as its kind says",
+    "I4": "each start of a handler has a claim of its own, and none is too many",
+    "I5": "nobody takes what another still holds, and lost rows are taken up gently",
+    "I6": "what an attempt writes is written under its claim, and is what it came to",
+    "I7": "a result is of the claim that the row has",
+    "I8": "a row has a lease while it runs, which only its holder moves",
+    "I9": "what a call answered was so while it was under way",
+    "I10": "an orderly stop leaves nothing running, and a hurried one starts nothing",
+    "I11": "of a kind only one live job has a key",
+    "I13": "nothing starts before it is due or at its deadline, or runs past a limit",
+    "I14": "at rest nobody is in a transaction",
+    "I15": "nothing fails where nothing went wrong",
+    "I16": "when all is healed everything ends, and in time",
+    "I17": "the file is sound, and its log short",
+    "I18": "nothing of a payload is logged, or stored in a failure",
+}
+"""In a sentence, for a report; the docstrings of the judges say all of it. (These numbers are not
+those of any other list.)"""
 
 CHECKERS: Final[Sequence[tuple[str, Callable[[Timeline], Found]]]] = [
     ("I1", rows.nothing_is_lost),

@@ -11,7 +11,7 @@ from trio_jobs.testing import EPOCH
 
 from .coverage import NAMES
 from .evidence import Evidence, Step
-from .invariants import Violation
+from .invariants import PROMISES, Violation
 from .runs import Result
 
 _WIDTH: Final = 160
@@ -55,6 +55,8 @@ def violations(found: Sequence[object], width: int = _WIDTH) -> Iterator[str]:
         yield from (f"  {_cut(line, width)}" for line in str(violation).splitlines())
     if len(found) > _MANY:
         yield f"  and {len(found) - _MANY} more"
+    names = {str(violation).partition(":")[0] for violation in found}
+    yield from (f"{name} is: {what}" for name, what in PROMISES.items() if name in names)
 
 
 def brief(violation: str) -> str:

@@ -111,6 +111,8 @@ def test_a_failure_is_made_small_and_told_with_the_line_that_repeats_it(
     assert len(small.plan.pieces()) < size
     assert f"--seed {failed.plan.seed} --only " in told
     assert f"-> '{CANARY}'" in told
+    assert told.count("I18 is: nothing of a payload is logged") == 1
+    assert "I1 is: " not in told
     assert "the last " in told
     assert told.count("2#1 is process 2 in its first life") == 1
     assert max(map(len, told.partition("broken promises")[2].splitlines())) < 200
