@@ -24,8 +24,8 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 WANTED: Final = 0.95
 """Share of the mutants that have to be found."""
 LONGEST: Final = 600
-"""Seconds for one mutant; one that hangs the simulator is found. Where others are at work too, 300
-seeds that find nothing take more than two minutes."""
+"""Seconds for one mutant; of one that takes longer nothing is known, it may only be slow. Where
+others are at work too, 300 seeds that find nothing take more than two minutes."""
 
 
 class Mutant(NamedTuple):
@@ -463,6 +463,19 @@ class Verdict(NamedTuple):
     seconds: float
     how: str
     """The first promise that was broken."""
+    is_over: bool = True
+    """All seeds were run, or one has found it."""
+
+    def __str__(self) -> str:
+        if not self.is_over:
+            said = "no verdict, it took too long"
+        elif self.seed is not None:
+            said = f"found by seed {self.seed}"
+        elif self.mutant.equivalent:
+            said = f"survives, but {self.mutant.equivalent}"
+        else:
+            said = "SURVIVES"
+        return f"{self.mutant.name}: {said} ({self.seconds:.0f} s) {self.how}".rstrip()
 
 
 def copy_with(mutant: Mutant, to: Path) -> None:
@@ -500,7 +513,7 @@ def verdict_of(mutant: Mutant, seeds: int) -> Verdict:
                 timeout=LONGEST,
             )
         except subprocess.TimeoutExpired:
-            return Verdict(mutant, -1, time.monotonic() - began, "it hangs")
+            return Verdict(mutant, None, time.monotonic() - began, "", is_over=False)
     output = ran.stdout + ran.stderr
     seconds = time.monotonic() - began
     found = re.search(r"^again: .* --seed (\d+)", output, re.MULTILINE)
@@ -533,14 +546,10 @@ def main(seeds: int, only: str) -> None:
     if not chosen:
         raise click.BadParameter(f"no mutant has {only!r} in its name.", param_hint="--only")
     found = wanted = 0
-    for mutant, seed, seconds, how in verdicts(chosen, seeds):
-        if seed is not None:
-            said = f"found by seed {seed}" if seed >= 0 else "found"
-        else:
-            said = f"survives, but {mutant.equivalent}" if mutant.equivalent else "SURVIVES"
-        if not mutant.equivalent:
+    for verdict in verdicts(chosen, seeds):
+        if not verdict.mutant.equivalent:
             wanted += 1
-            found += seed is not None
-        click.echo(f"{mutant.name}: {said} ({seconds:.0f} s) {how}".rstrip())
+            found += verdict.seed is not None
+        click.echo(verdict)
     click.echo(f"{found} of {wanted} found")
     sys.exit(found < WANTED * wanted)

@@ -6,7 +6,9 @@ import ast
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from . import mutants
 from .mutants import MUTANTS, Mutant, copy_with, verdict_of
 
 
@@ -30,6 +32,16 @@ def test_a_planted_fault_is_found_by_a_seed() -> None:
 
     assert verdict.seed is not None
     assert verdict.how.startswith("I3: ")
+
+
+def test_of_a_mutant_that_takes_too_long_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutants, "LONGEST", 0.01)
+
+    ran = CliRunner().invoke(mutants.main, ["--only", "claims are not counted"])
+
+    assert "claims are not counted: no verdict" in ran.output
+    assert "0 of 1 found" in ran.output
+    assert ran.exit_code == 1
 
 
 def test_a_mutant_that_does_not_fit_is_refused(tmp_path: Path) -> None:
