@@ -28,7 +28,9 @@ from .clients import Client
 from .coverage import ways_of
 from .evidence import (
     AUDIT_QUERIES,
+    Audit,
     Evidence,
+    History,
     Rest,
     Rules,
     Stop,
@@ -39,14 +41,15 @@ from .evidence import (
 from .handlers import handlers_of, kind_of
 from .invariants import Violation, check_all
 from .latency import let_writing_take_time
-from .plan import CANARY, RAISED, Event, Plan, ProcessPlan
+from .plan import CANARY, DURATIONS, RAISED, Event, Plan, ProcessPlan
 from .store import SimulatedStore
 from .visits import Visits, is_any_left
 from .witness import witnessed
 from .world import Process, World, folder, frozen_tasks_do_not_run, process_of
 
-SETTLES_WITHIN: Final = 1500.0
-"""Seconds: the longest leases (60 s), delays, backoffs and handlers one after the other."""
+WAITS_FOR: Final = 1500.0
+"""Seconds until no more ends are waited for: longer than `time_to_settle`, so that it is known
+whether what is late gets there."""
 LOOKS_EVERY: Final = 10.0
 HEALER: Final = -1
 PROMPT: Final = 11.0
@@ -125,6 +128,7 @@ def run(
             rest = trio.run(life.live, clock=clock, instruments=instruments)
         with contextlib.closing(apsw.Connection(path)) as connection:
             audit = audit_of(*(connection.execute(query).fetchall() for query in AUDIT_QUERIES))
+    healed_at = life.healed_at
     evidence = Evidence(
         history=world.history,
         audit=audit,
@@ -135,7 +139,7 @@ def run(
         canary=CANARY,
         raised=RAISED,
         rest=rest,
-        settle_by=rest.at,
+        settle_by=healed_at + round(time_to_settle(plan, world.history, audit, healed_at) * 1e9),
         calm_since=life.calm_since,
         prompt=round(PROMPT * 1e9),
     )
@@ -147,12 +151,44 @@ def run(
     )
 
 
+def time_to_settle(plan: Plan, history: History, audit: Audit, healed_at: int) -> float:
+    """Seconds from the healing on in which everything ends, if no runner is late.
+
+    It is the plan that decides them, and how often it made handlers start, fail and die."""
+    starts = [start for start in history.starts if start.at > healed_at]
+    longest = max(seconds for act in plan.acts for seconds in DURATIONS.get(act, (0.0,)))
+    # What waits for an instant when all is healed: of claims whose holder may live, of delays,
+    # of an attempt that has failed, each by a clock that may have been ahead.
+    pause = max(*(kind.backoff for kind in plan.kinds), *DURATIONS["retry later"])
+    leases = (process.lease for process in plan.processes)
+    delays = (step.delay or 0.0 for step in plan.steps)
+    waits = _ahead(plan) + max(pause, *leases, *delays)
+    # Handlers share the workers, unless they block them all, or die, and nobody knows when.
+    took = sum(longest if one.ended_at is None else (one.ended_at - one.at) / 1e9 for one in starts)
+    works = took / (1 if "block" in plan.acts else HEALTHY.workers) + longest
+    # The job that starts most often waits before each of its starts.
+    often = max(Counter(start.job for start in starts).values(), default=0)
+    # Lost rows are proven one after the other, a second each.
+    lost = sum(step.outcome == "lost" and step.at > healed_at for step in audit.steps)
+    # A handler may end the process, kindly or not: then that stops, and is started again.
+    lives = sum(life.started_at > healed_at for life in history.lives)
+    restarts = lives * (HEALTHY.grace + 4.0 + longest + max(plan.restart_after))
+    return waits + works + often * pause + lost + restarts + PROMPT
+
+
+def _ahead(plan: Plan) -> float:
+    """Seconds that a clock may have been: what it has put off has to be waited for."""
+    steps = sum(max(0.0, event.seconds) for event in plan.events if event.name == "clock")
+    return steps + max(0.0, *(process.clock for process in plan.processes))
+
+
 class _Run:
     def __init__(self, world: World) -> None:
         self.world = world
         self.plan = world.plan
         self.kinds = [kind_of(kind) for kind in self.plan.kinds]
         self.current: dict[int, Process] = {}
+        self.healed_at = 0
         self.calm_since: int | None = None
         self.visits = Visits(world, self.kinds, HEALTHY, self.launch, prompt=PROMPT)
 
@@ -303,9 +339,8 @@ class _Run:
 
     async def settle(self) -> Rest:
         world = self.world
-        # What a clock that was ahead has put off has to be waited for.
-        ahead = sum(max(0.0, event.seconds) for event in self.plan.events if event.name == "clock")
-        until = world.now() + SETTLES_WITHIN + ahead
+        self.healed_at = world.tick()
+        until = world.now() + WAITS_FOR + _ahead(self.plan)
         native = world.connect()
         try:
             async with trio.open_nursery() as self.nursery:

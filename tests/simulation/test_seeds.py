@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -12,10 +13,10 @@ import pytest
 from click.testing import CliRunner
 from stories import TIMES
 
-from trio_jobs import _lifecycle
+from trio_jobs import _agenda, _lifecycle
 from trio_jobs._model import Failure
 
-from . import report
+from . import report, runs
 from .__main__ import main
 from .flavours import draw
 from .kept import KEPT
@@ -80,6 +81,17 @@ def test_a_stop_is_known_to_have_ended_also_if_it_cancels_all_that_its_process_d
 
     assert [stop.is_hurried for stop in stops if stop.process.startswith("healer")] == [True]
     assert stops[-1].ended_at is not None
+
+
+def test_a_runner_that_gets_there_but_late_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = [dataclasses.replace(draw(seed), is_visited=False) for seed in range(2)]
+    monkeypatch.setattr(runs, "HEALTHY", dataclasses.replace(runs.HEALTHY, poll=600.0))
+    monkeypatch.setattr(_agenda.Agenda, "next_instant", lambda self, **known: None)
+
+    violations = [violation for plan in plans for violation in run(plan).violations]
+
+    assert {violation.invariant for violation in violations} == {"I16"}
+    assert all(violation.text.startswith("ended only at ") for violation in violations)
 
 
 def test_what_a_run_does_not_fail_without_is_left() -> None:
