@@ -76,7 +76,7 @@ def lost_rows_are_taken_up_gently(timeline: Timeline) -> Found:
     claims: defaultdict[str | None, list[tuple[int, Claim]]] = defaultdict(list)
     for (job, token), claim in timeline.claims.items():
         # Where the commit of a claim was unknown, the runner never had it in hand.
-        if claim.is_rescue and timeline.start_of(job, token) is not None:
+        if claim.takes_up and timeline.start_of(job, token) is not None:
             claims[claim.holder].append((job, claim))
     for life in timeline.evidence.history.lives:
         if life.runners != 1 or timeline.has_wrong_clock(life.process):
@@ -84,12 +84,16 @@ def lost_rows_are_taken_up_gently(timeline: Timeline) -> Found:
         taken: list[Claim] = []
         for job, claim in claims[life.process]:
             at = claim.step.at
-            unproven = [one for one in taken if not _is_proven(one, at)]
-            if len(unproven) > len(taken) - len(unproven):
-                yield job, f"was taken up beside {len(unproven)} of {len(taken)} that may be poison"
+            # What its own holder gave up proves as much as others, and is never poison.
+            proven = sum(_is_proven(one, at) for one in taken)
+            unproven = [one for one in taken if one.is_rescue and not _is_proven(one, at)]
+            taken.append(claim)
+            if not claim.is_rescue:
+                continue
+            if len(unproven) > proven:
+                yield job, f"was taken up beside {len(unproven)}, and {proven} are proven"
             if unproven and (claim.is_suspect or any(one.is_suspect for one in unproven)):
                 yield job, f"was taken up beside another, and one was lost twice: {claim.step}"
-            taken.append(claim)
 
 
 def _is_proven(claim: Claim, at: int) -> bool:

@@ -195,6 +195,27 @@ def refused(plan: Plan, chance: random.Random) -> Plan:
     )
 
 
+def cut_off(plan: Plan, chance: random.Random) -> Plan:
+    """Renewals are told late, and then their process does not reach the file any more: another
+    takes up what it has, and its handlers have to be stopped by when renewals were asked for."""
+    settings = _calm(plan.processes[0], workers=10, poll=0.5, lease=6.0, busy_timeout=0.0)
+    events: list[Event] = []
+    at = 0.0
+    while (at := at + chance.uniform(3.0, 9.0)) < 30.0:
+        process = chance.randrange(2)
+        events.append(Event(len(events), round(at, 3), process, "unplug", 9.0))
+    return dataclasses.replace(
+        plan,
+        chaos=30.0,
+        kinds=_patient(plan.kinds),
+        processes=(dataclasses.replace(settings, answers=1.9),) * 2,
+        acts=("wait",),
+        steps=tuple(_step(number, 0.5 * number, number % 2, "enqueue") for number in range(8)),
+        faults=(),
+        events=tuple(events),
+    )
+
+
 def drained(plan: Plan, chance: random.Random) -> Plan:
     """Runners that are told to finish what they have, and nothing disturbs them."""
     processes = tuple(_calm(one) for one in plan.processes)
@@ -237,7 +258,8 @@ def misunderstood(plan: Plan, chance: random.Random) -> Plan:
 
 
 FLAVOURS: Final[Sequence[Flavour]] = (
-    late_holders, slow_answers, crowded, interrupted, poisoned, refused, drained, misunderstood,
+    late_holders, slow_answers, crowded, interrupted, poisoned, refused, cut_off, drained,
+    misunderstood,
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from .flavours import (
     FLAVOURS,
     Flavour,
     crowded,
+    cut_off,
     drained,
     draw,
     interrupted,
@@ -37,6 +38,7 @@ REACHES = {
     interrupted: ["interruption that counts", "dead of interruptions"],
     poisoned: ["suspect taken alone", "lost rows held back"],
     refused: ["commit failed"],
+    cut_off: ["taken from the living after its lease ended"],
     drained: ["drain without a disturbance"],
     misunderstood: ["payload does not decode", "call: counts", "call: history"],
 }

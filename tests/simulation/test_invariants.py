@@ -479,20 +479,21 @@ def test_only_a_pause_when_it_had_to_stop_excuses_a_handler(
     assert case.broken() == ({"I5"} if is_broken else set())
 
 
-def _take_up(case: Case, *, suspects: int = 0, number: int = 2) -> list[Start]:
+def _take_up(case: Case, *, suspects: int = 0, number: int = 2, lasts: int = 10**6) -> list[Start]:
     """Jobs that "a" had when it died, all at a time by "b"."""
+    had = len(case.history.starts)
     for job in range(1, number + 1):
         case.enqueue(job, failure="worker lost" if job <= suspects else None)
-        case.claim(job, lease=10**6)
+        case.claim(job, lease=lasts)
     for life in case.history.lives:
         life.runners = 1
         if life.process == "a":
             life.killed_at = case.now()
-    case.moment += 10**6
+    case.moment += lasts
     for job in range(1, number + 1):
         case.end(job, "queued", "b", outcome="lost", failure="worker lost")
         case.claim(job, "b")
-    return case.history.starts[number:]
+    return case.history.starts[had + number :]
 
 
 def test_lost_rows_that_are_taken_up_all_at_a_time(case: Case) -> None:
@@ -525,6 +526,26 @@ def test_rows_that_their_own_holder_gave_up_are_no_poison(case: Case) -> None:
         case.finish(start)
 
     assert case.broken() == set()
+
+
+@pytest.mark.parametrize(("ends", "is_broken"), [(True, False), (False, True)])
+def test_a_row_that_its_own_holder_gave_up_proves_as_much_as_others(
+    case: Case, ends: bool, is_broken: bool
+) -> None:
+    case.enqueue(9)
+    first = case.claim(9, "b")
+    first.ended_at, first.ending = case.now(), "Cancelled"
+    case.end(9, "queued", "b", outcome="lost")
+    again = case.claim(9, "b", lease=10**9)
+    if ends:
+        case.finish(again)
+    starts = _take_up(case, lasts=100)
+    for start in starts:
+        case.finish(start)
+    if not ends:
+        case.finish(again)
+
+    assert case.broken() == ({"I5"} if is_broken else set())
 
 
 def test_a_row_that_its_runner_never_had_in_hand_is_not_beside_others(case: Case) -> None:
