@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from trio_jobs.testing import EPOCH
 
-from .coverage import NAMES
+from .coverage import NAMES, missing
 from .evidence import Evidence, Step
 from .invariants import PROMISES, Violation
 from .runs import Result
@@ -148,7 +148,9 @@ def _cut(thing: object, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 4]} ..."
 
 
-def coverage(counts: Counter[str]) -> Iterator[str]:
-    """How often each rare thing happened, the rarest first."""
+def coverage(counts: Counter[str], runs: int) -> Iterator[str]:
+    """How often each rare thing happened, the rarest first; and what should have, and has not."""
     for name in sorted({*counts, *NAMES}, key=lambda name: (counts[name], name)):
         yield f"{counts[name]:9,}  {name}"
+    if never := missing(counts, runs):
+        yield f"never happened, and should have in {runs:,} runs: {', '.join(never)}"

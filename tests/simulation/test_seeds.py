@@ -6,6 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from trio_jobs._model import Failure
 
 from . import report, runs
 from .__main__ import main
+from .coverage import NAMES
 from .flavours import draw
 from .kept import KEPT
 from .plan import CANARY, draw_ordinary
@@ -137,6 +139,18 @@ def test_a_violation_is_told_in_one_line_of_its_first_words_and_how_its_tracebac
         "crash: Traceback: ... ValueError: y"
     )
     assert len(report.brief("x" * 1000)) <= 160
+
+
+@pytest.mark.parametrize(("runs", "told"), [(100, ""), (500, "drain"), (3000, "self-fence, drain")])
+def test_a_way_that_so_many_runs_should_have_gone_and_never_went_is_told(
+    runs: int, told: str
+) -> None:
+    counts = Counter(dict.fromkeys(set(NAMES) - {"drain", "self-fence"}, 1))
+
+    *_, last = report.coverage(counts, runs)
+
+    says = f"never happened, and should have in {runs:,} runs: {told}"
+    assert (last == says) if told else ("never happened" not in last)
 
 
 def test_the_command_runs_many_seeds_in_several_processes_and_says_which_ways_they_went() -> None:
