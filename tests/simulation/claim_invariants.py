@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Final
 
-from .evidence import Start, Step
-from .timeline import Claim, Found, Timeline
+from .evidence import Publication, Start, Step
+from .timeline import Claim, Found, Timeline, Token
 
 _PROVEN_AFTER: Final = 999_000_000
 """Nanoseconds: a second, by a clock of microseconds."""
@@ -169,7 +169,8 @@ def _end_fits(timeline: Timeline, claim: Claim, end: Step, start: Start) -> Foun
 
 def results_are_of_their_claim(timeline: Timeline) -> Found:
     """I7: a stored result was published, or at the end returned, under the claim that the row had
-    then; what was published with success is there; else a result never changes."""
+    then; what was published with success is there, and its handler was under way; else a result
+    never changes."""
     for job, steps in timeline.steps.items():
         for step in steps:
             before, after = step.before, step.after
@@ -186,16 +187,27 @@ def results_are_of_their_claim(timeline: Timeline) -> Found:
                 elif timeline.evidence.starts_are_complete and after.result not in values:
                     yield job, f"{after.result} was not published under {after.claims}: {step}"
     for (job, token), starts in timeline.starts.items():
-        for publication in (one for start in starts for one in start.published):
-            is_there = any(
-                step.after is not None
-                and (step.after.claims, step.after.result) == (token, publication.value)
-                for step in timeline.between(job, publication.begun_at, publication.answered_at)
-            )
-            if publication.outcome == "ok" and not is_there:
-                yield job, f"{publication.value} was published under {token} and is not there"
-            if publication.outcome == "fail" and is_there:
-                yield job, f"{publication.value} was refused under {token} and is there"
+        for start in starts:
+            for publication in start.published:
+                yield from _publication_is_true(timeline, (job, token), start, publication)
+
+
+def _publication_is_true(
+    timeline: Timeline, claim: Token, start: Start, publication: Publication
+) -> Found:
+    job, token = claim
+    is_there = any(
+        step.after is not None
+        and (step.after.claims, step.after.result) == (token, publication.value)
+        for step in timeline.between(job, publication.begun_at, publication.answered_at)
+    )
+    is_late = start.ended_at is not None and publication.begun_at > start.ended_at
+    if publication.outcome == "ok" and not is_there:
+        yield job, f"{publication.value} was published under {token} and is not there"
+    if publication.outcome == "ok" and is_late:
+        yield job, f"{publication.value} was published under {token} after its end"
+    if publication.outcome == "fail" and is_there:
+        yield job, f"{publication.value} was refused under {token} and is there"
 
 
 def leases_are_of_the_running(timeline: Timeline) -> Found:

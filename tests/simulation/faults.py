@@ -87,6 +87,10 @@ def strike(
         case "commit reports an error":
             connection.execute(sql, values)
             raise io_error()
+        case "commit overtaken":
+            connection.execute(sql, values)
+            world.commit_as_other()
+            raise io_error()
         case "commit fails":
             fail(connection)
             raise io_error()

@@ -177,7 +177,7 @@ def poisoned(plan: Plan, chance: random.Random) -> Plan:
 def refused(plan: Plan, chance: random.Random) -> Plan:
     """Now and then the store refuses something, and there is time to repeat it."""
     faults: list[StatementFault] = []
-    names: Sequence[FaultName] = ("commit fails", "I/O error", "busy snapshot")
+    names: Sequence[FaultName] = ("commit fails", "commit overtaken", "I/O error", "busy snapshot")
     for process in range(len(plan.processes)):
         statement = 0
         while statement < 1000:

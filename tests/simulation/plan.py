@@ -127,6 +127,7 @@ class ClientStep:
 FaultName: TypeAlias = Literal[
     "crash before", "crash after", "busy", "busy snapshot", "I/O error", "I/O errors", "full",
     "commit reports an error", "commit fails", "commit unknown", "delay", "neighbour",
+    "commit overtaken",
 ]  # fmt: skip
 EventName: TypeAlias = Literal[
     "kill", "freeze", "stop", "drain", "clock", "suspend", "lock", "busy reader", "unplug"

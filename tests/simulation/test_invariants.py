@@ -464,6 +464,22 @@ def test_a_claim_while_the_handler_of_the_last_one_is_under_way(case: Case) -> N
     assert case.broken() == set()
 
 
+@pytest.mark.parametrize(("runners", "is_broken"), [(1, True), (2, False), (None, False)])
+def test_a_runner_claims_nothing_whose_handler_it_still_has(
+    case: Case, runners: int | None, is_broken: bool
+) -> None:
+    case.enqueue()
+    late = case.claim(lease=0)
+    late.is_stubborn = True
+    case.history.lives[1].runners = runners
+    case.history.faults.append(Fault("freeze", late.at, "a"))
+    case.end(1, "queued", "b", outcome="lost")
+    case.finish(case.claim())
+    late.ended_at = case.now()
+
+    assert case.broken() == ({"I5"} if is_broken else set())
+
+
 @pytest.mark.parametrize(("frozen_for", "is_broken"), [(100_000, True), (900_000, False)])
 def test_only_a_pause_when_it_had_to_stop_excuses_a_handler(
     case: Case, frozen_for: int, is_broken: bool
@@ -651,6 +667,20 @@ def test_an_acknowledged_partial_result_that_is_not_there(case: Case) -> None:
     case.finish(start)
 
     assert case.broken() == {"I7"}
+
+
+def test_a_partial_result_that_is_published_after_the_handler_has_ended(case: Case) -> None:
+    case.enqueue()
+    start = case.claim()
+    start.ended_at = case.now()
+    start.published.append(Publication('"half"', case.now(), "ok"))
+    case.step(1, "a", result='"half"')
+    start.published[0].answered_at = case.now()
+    start.ending, start.returned = "returned", "7"
+    case.end(1, "succeeded", "a", result="7")
+
+    assert case.broken() == {"I7"}
+    assert '"half" was published under 1 after its end' in case.accused()
 
 
 def test_a_refused_partial_result_that_is_there(case: Case) -> None:
@@ -1084,6 +1114,15 @@ def test_a_job_that_ends_too_late(case: Case) -> None:
     late = dataclasses.replace(case.evidence(), settle_by=1)
 
     assert {violation.invariant for violation in check_all(late)} == {"I16"}
+
+
+def test_what_was_asked_for_when_all_was_well_need_not_be_there_in_time(case: Case) -> None:
+    case.settings |= {"calm_since": 1, "prompt": 10**6}
+    case.enqueue()
+    case.finish(case.claim())
+    late = dataclasses.replace(case.evidence(), settle_by=1)
+
+    assert check_all(late) == []
 
 
 def test_a_payload_in_a_failure_or_in_the_log(case: Case) -> None:

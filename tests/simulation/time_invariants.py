@@ -24,17 +24,20 @@ _PAUSES: Final = frozenset(
 
 def attempts_do_not_overlap(timeline: Timeline) -> Found:
     """I5: the handler of a claim has ended before there is another claim, unless it cannot be
-    cancelled, its process does not run, or clocks are wrong."""
+    cancelled, its process does not run, or clocks are wrong; and before its own runner claims the
+    row again, whatever else is so."""
     if timeline.evidence.resolution:
         return  # a real machine may keep any process from running, and nobody tells
+    alone = {life.process for life in timeline.evidence.history.lives if life.runners == 1}
     last: dict[int, Claim] = {}
     for (job, token), claim in timeline.claims.items():
         before, last[job] = last.get(job), claim
         start = None if before is None else timeline.start_of(job, before.token)
         at = claim.step.at
-        if before is None or start is None or start.is_stubborn:
+        if before is None or start is None or timeline.is_dead(start.process, at):
             continue
-        if timeline.is_dead(start.process, at) or not _ran_in_time(timeline, before, claim):
+        is_own = before.holder == claim.holder and claim.holder in alone
+        if not is_own and (start.is_stubborn or not _ran_in_time(timeline, before, claim)):
             continue
         if start.ended_at is None or start.ended_at > at + timeline.evidence.resolution:
             yield job, f"was claimed under {token} while its start {before.token} was under way"
