@@ -413,6 +413,7 @@ MUTANTS: Final[Sequence[Mutant]] = [
         "_pace.py",
         "return self.seen >= _ENOUGH and self.takes <= SHORT",
         "return self.seen >= _ENOUGH",
+        equivalent="fewer are claimed ahead the longer the longest takes, and none waits longer",
     ),
     Mutant(
         "a claim may give a row that is in hand",
@@ -424,7 +425,7 @@ MUTANTS: Final[Sequence[Mutant]] = [
         "an attempt publishes after its end",
         "_attempt.py",
         "        while self.is_handling and not self.is_over:",
-        "        while True:",
+        "        while not self.is_over:",
     ),
     Mutant(
         "what others wrote after a failed commit is not told from its own",
