@@ -387,7 +387,7 @@ MUTANTS: Final[Sequence[Mutant]] = [
         "a renewal that found another claim is not minded",
         "_keeper.py",
         "            elif one.is_handling:\n                one.lose()",
-        "            elif one.is_handling:\n                pass",
+        "            elif one.is_handling:\n                one.kept_from = now",
     ),
     Mutant(
         "a cancel request that a renewal saw is not minded",
