@@ -819,3 +819,25 @@ def test_safe_text_is_always_storable_p5(text: str) -> None:
         character.isprintable() or ord(character) > 0x9F or character in "\n\t"
         for character in safe
     )
+
+
+@dataclass
+class Noted:
+    to: str
+    note: str = field(default="", compare=False)
+
+
+@attrs.define
+class NotedByAttrs:
+    to: str
+    note: str = attrs.field(default="", eq=False)
+
+
+@pytest.mark.parametrize("type", [Noted, NotedByAttrs])
+def test_a_field_that_is_not_compared_is_checked_like_the_others(type: Any) -> None:
+    codec = Codec(list[type], "payload")
+    good = codec.encode([type("a", "b")], 100)
+
+    with pytest.raises(PayloadError, match=r"\[0\]\.note: Expected `str`, got `bytes`"):
+        codec.encode([type("a", b"bytes")], 100)
+    assert codec.decode(good) == [type("a", "b")]

@@ -223,3 +223,22 @@ async def test_a_version_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="does not say which version"):
         async with trio_jobs.open_jobs(SqliteStore(tmp_path / "jobs.db")):
             pass
+
+
+@pytest.mark.parametrize("driver", ["memory", "file"])
+async def test_a_file_without_its_meta_row_is_refused_by_name(
+    driver: str, tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    store = make_store(driver, tmp_path, Trouble)
+    async with trio_jobs.open_jobs(store) as jobs:
+        await jobs.enqueue(plain, None)
+        await trio_jobs.run_once(jobs, [plain.handled_by(Script(None))])
+        writer(store).execute("DELETE FROM trio_jobs_meta")
+        with pytest.raises(StoreError, match="trio_jobs_meta must have one row") as caught:
+            await jobs.enqueue(plain, None)
+
+    assert caught.value.is_permanent
+    if driver == "file":
+        with pytest.raises(StoreError, match="opening: trio_jobs_meta must have one row"):
+            async with trio_jobs.open_jobs(tmp_path / "jobs.db"):
+                pass

@@ -50,6 +50,7 @@ class Codec:
             hint = " at the top of its module" if isinstance(error, NameError) else ""
             raise TypeError(f"{what} cannot be of type `{name}`: {error}{hint}") from error
         self._has_fields = any(hasattr(info, "fields") for info in types)
+        self._is_compared = all(_is_compared(getattr(info, "cls", None)) for info in types)
         # In JSON a dict looks like a dataclass.
         self._class = bytes if self.raw else _class(self._info)
 
@@ -105,7 +106,7 @@ class Codec:
             or (b'Infinity"' in data or b'inf":' in data)
         ):
             _refuse_unstorable(value)
-        if back != value:
+        if back != value or not self._is_compared:
             _refuse_unstorable(value)
             # Maybe only a list for a tuple; but bytes or a date in place of a str are JSON
             # strings too, and would arrive as such.
@@ -274,6 +275,13 @@ def _parts(value: Any) -> Iterable[tuple[str, object]] | None:
         return None
     parts = ((f".{name}", getattr(value, name)) for name in names)
     return (part for part in parts if part[1] is not msgspec.UNSET)
+
+
+def _is_compared(cls: Any) -> bool:
+    """All of its fields tell one value from another."""
+    if dataclasses.is_dataclass(cls):
+        return all(field.compare for field in dataclasses.fields(cls))
+    return all(field.eq for field in getattr(cls, "__attrs_attrs__", ()))
 
 
 def _types_in(node: object, found: dict[int, ms.Type]) -> dict[int, ms.Type]:

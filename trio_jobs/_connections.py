@@ -17,6 +17,7 @@ from typing import Final, Literal, Protocol
 from . import _drivers
 from ._drivers import Connection, Driver, FileId, Record, Values
 from ._errors import StoreBusy, StoreError
+from ._rows import meta_of
 from ._schema import MIGRATIONS
 
 MAX_LOG: Final = 4_000_000
@@ -112,7 +113,7 @@ class Connections:
         exists = "SELECT count(*) FROM sqlite_master WHERE name = 'trio_jobs_meta'"
         if self.patiently(connection, exists) == [(0,)]:
             return 0
-        [(version,)] = self.patiently(connection, "SELECT version FROM trio_jobs_meta")
+        (version,) = meta_of(self.patiently(connection, "SELECT version FROM trio_jobs_meta"))
         if not isinstance(version, int):
             raise _drivers.permanent("trio_jobs_meta does not say which version wrote the file")
         if version > len(MIGRATIONS):

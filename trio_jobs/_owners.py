@@ -13,7 +13,7 @@ from typing import Final
 from ._drivers import Connection
 from ._identity import Process
 from ._model import Instant
-from ._rows import as_json, text_of
+from ._rows import as_json, meta_of, text_of
 
 LOOK_EVERY: Final[Instant] = 500_000
 """A look takes some 10 us for each owner there is, under the write lock."""
@@ -63,7 +63,7 @@ class Owners:
     def own_id(self, connection: Connection) -> int | None:
         """What this store's running rows are marked with."""
         if self._here is not None and self._id is None and self._uncommitted is None:
-            [(id,)] = connection.execute(_RESERVE)
+            (id,) = meta_of(connection.execute(_RESERVE))
             self._enter(connection, id, self._here)
             self._uncommitted = id
         return self._uncommitted if self._id is None else self._id

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
-from ._drivers import Connection, Record, Value, Values
+from ._drivers import Connection, Record, Value, Values, permanent
 from ._model import MAX_COUNT, Failure, Instant, Outcome, PastStart, Row, State
 from ._schema import CODES, READY, STATES
 
@@ -56,6 +56,13 @@ def as_instant(value: Any) -> Instant | None:
     if isinstance(value, float):
         value = int(max(-FAR, min(value, FAR)))
     return value if isinstance(value, int) else None
+
+
+def meta_of(records: Sequence[Record]) -> Record:
+    """The one row of trio_jobs_meta; it can only be missing by hand."""
+    if len(records) != 1:
+        raise permanent("trio_jobs_meta must have one row, and somebody has removed it")
+    return records[0]
 
 
 def row_of(record: Record) -> Row:

@@ -51,7 +51,7 @@ from ._model import (
     State,
 )
 from ._owners import Owners
-from ._rows import GET, ROW, STATE, as_json, integer, past_of, row_of, text_of
+from ._rows import GET, ROW, STATE, as_json, integer, meta_of, past_of, row_of, text_of
 from ._schema import STATES
 
 P = ParamSpec("P")
@@ -226,7 +226,8 @@ class SqliteStore:
         found: Marker | None = None
         with contextlib.suppress(StoreError):
             roll_back(connection)
-            [found] = connection.execute("SELECT writer, batch FROM trio_jobs_meta")
+            writer, batch = meta_of(connection.execute("SELECT writer, batch FROM trio_jobs_meta"))
+            found = (writer, batch)
         if found == mark:
             return
         if found is not None and found[1] <= mark[1]:
@@ -239,9 +240,8 @@ class SqliteStore:
 
     def _mark(self, ids: int = 0) -> int:
         """Put the transaction's own mark in the file, and take so many ids; returns the first."""
-        [(self._batch, next_id)] = self._connections.in_transaction().execute(
-            _MARK, (self._name, ids)
-        )
+        connection = self._connections.in_transaction()
+        self._batch, next_id = meta_of(connection.execute(_MARK, (self._name, ids)))
         return int(next_id) - ids
 
     @_verb("adding jobs")
@@ -265,7 +265,7 @@ class SqliteStore:
         application.execute(WRITE_NOTHING)
 
         def reserve(ids: int) -> int:
-            [(next_id,)] = application.execute(_RESERVE, (ids,))
+            (next_id,) = meta_of(application.execute(_RESERVE, (ids,)))
             return int(next_id) - ids
 
         try:
@@ -344,7 +344,7 @@ class SqliteStore:
 
     @_verb("reading the next id")
     def next_id(self) -> int:
-        [(next_id,)] = self._connections.query("SELECT next_id FROM trio_jobs_meta")
+        (next_id,) = meta_of(self._connections.query("SELECT next_id FROM trio_jobs_meta"))
         return int(next_id)
 
     @_verb("reading the kinds of queued jobs")
