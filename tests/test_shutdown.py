@@ -420,7 +420,7 @@ async def test_a_claim_that_is_answered_after_the_runner_gave_up_is_handed_back(
 
 
 async def test_a_poller_that_was_looking_around_at_the_stop_claims_no_more(tmp_path: Path) -> None:
-    """So that no transaction of a runner is under way when `serve` has returned."""
+    """So that no transaction of a runner is under way when `run_once` has returned."""
     store = Trouble(tmp_path / "jobs.db")
     is_looking, may_go_on = threading.Event(), threading.Event()
     claims: list[str] = []
@@ -435,7 +435,7 @@ async def test_a_poller_that_was_looking_around_at_the_stop_claims_no_more(tmp_p
     store.rule = hold_the_look
     async with trio_jobs.open_jobs(store) as jobs:
         async with trio.open_nursery() as nursery:
-            await nursery.start(trio_jobs.serve, jobs, [plain.handled_by(Script(None))])
+            nursery.start_soon(trio_jobs.run_once, jobs, [plain.handled_by(Script(None))])
             await eventually(is_looking.is_set)
             nursery.cancel_scope.cancel()
             with trio.CancelScope(shield=True):

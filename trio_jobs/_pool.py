@@ -153,26 +153,23 @@ class Pool:
     async def meet_kinds(self) -> None:
         """Look for kinds that nobody handles, at most once a `poll`. A task of its own, because
         a read may have to wait for other reads, and a claim must not."""
-        is_well = True
         while True:
             await self._may_be_new_kinds.wait()
             self._may_be_new_kinds = trio.Event()
-            was_well, is_well = is_well, await self._meet_kinds()
-            if not is_well:
-                self._may_be_new_kinds.set()
-            elif not was_well:
-                self.wake()  # a claim that goes well ends the trouble
+            await self._meet_kinds()
             await trio.sleep(self._engine.poll)
 
-    async def _meet_kinds(self) -> bool:
-        if self._engine.looks_for_unhandled(self):
-            try:
-                kinds = await self._bridge.read(lambda store: store.queued_kinds())
-            except StoreError as error:
-                self._engine.met_trouble(error, "the store could not be read")
-                return False
+    async def _meet_kinds(self) -> None:
+        if not self._engine.looks_for_unhandled(self):
+            return
+        try:
+            kinds = await self._bridge.read(lambda store: store.queued_kinds())
+        except StoreError as error:
+            self._engine.met_trouble(error, "the store could not be read")
+            self._may_be_new_kinds.set()
+            self.wake()  # a claim that goes well ends the trouble
+        else:
             self._engine.meet(kinds)
-        return True
 
     async def _see_whether_that_is_over(self) -> None:
         """Whether another's transaction, of which we heard, goes on."""

@@ -111,11 +111,11 @@ class Workers:
             await trio.lowlevel.checkpoint_if_cancelled()
             is_leaving = False
             latest: tuple[int, Handler | None] = (0, None)
+            nurseries = len(trio.lowlevel.current_task().child_nurseries)
             try:
                 # One scope for many jobs, because a new one would be a third of what Trio does
                 # for a job. It is left when it was cancelled, or when a handler did not close
                 # a scope or nursery of its own: nobody else's job must run in that.
-                nurseries = len(trio.lowlevel.current_task().child_nurseries)
                 with trio.CancelScope() as scope:
                     status = _cancel_status()
                     while not scope.cancel_called and _is_innermost(scope, nurseries, status):
@@ -170,6 +170,7 @@ async def _sleep_whatever_comes() -> None:
     """For a task in which a nursery was left open: whoever closes that makes Trio resume this
     task, whatever it does by then. So it must do nobody's job any more."""
     while True:
+        await trio.lowlevel.checkpoint_if_cancelled()
         with contextlib.suppress(RuntimeError):  # "Should never have been rescheduled!"
             await trio.sleep_forever()
 

@@ -156,7 +156,8 @@ def time_to_settle(plan: Plan, history: History, audit: Audit, healed_at: int) -
 
     It is the plan that decides them, and how often it made handlers start, fail and die."""
     starts = [start for start in history.starts if start.at > healed_at]
-    longest = max(seconds for act in plan.acts for seconds in DURATIONS.get(act, (0.0,)))
+    acts = plan.acts or DURATIONS  # a script may do anything
+    longest = max(seconds for act in acts for seconds in DURATIONS.get(act, (0.0,)))
     # What waits for an instant when all is healed: of claims whose holder may live, of delays,
     # of an attempt that has failed, each by a clock that may have been ahead.
     pause = max(*(kind.backoff for kind in plan.kinds), *DURATIONS["retry later"])
