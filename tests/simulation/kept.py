@@ -1,7 +1,7 @@
 """The seeds that ever failed, each with what it found. They run on every push.
 
 When the drawing of plans changes, a seed means another plan. So what one finds in the library
-also gets a test of its own. These were found before plans had flavours, and mean what
+also gets a test of its own. `KEPT` were found before plans had flavours, and mean what
 `draw_ordinary` makes of them, which has drawn the same ever since.
 """
 
@@ -16,4 +16,9 @@ KEPT: Final[Mapping[int, str]] = {
     775: "a judge: what `run_once` could not write, it gave up before the stop",
     105736: "the world: healing sets clocks, which is a step of them",
     111772: "a judge: a renewal that waited for the lock has less of its lease left",
+}
+
+KEPT_WITH_FLAVOUR: Final[Mapping[int, str]] = {
+    200438: "the world: a call in the instant in which the disk is there again is hindered",
+    201738: "the world: a poison job took the healer with it, and nobody was there for the visits",
 }

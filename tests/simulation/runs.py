@@ -338,6 +338,11 @@ class _Run:
 
     # Healing.
 
+    def is_healed(self) -> bool:
+        """The last poison job may just have taken the healer with it."""
+        healer = self.current.get(HEALER)
+        return healer is not None and healer.is_alive and bool(healer.runners)
+
     async def settle(self) -> Rest:
         world = self.world
         self.healed_at = world.tick()
@@ -348,7 +353,9 @@ class _Run:
                 async with trio.open_nursery() as healing:
                     # Again and again, because a poison job may take it with it.
                     healing.start_soon(self.keep_alive, HEALER, HEALTHY)
-                    while world.now() < until and is_any_left(native):  # noqa: ASYNC110 - it polls
+                    while world.now() < until and (  # noqa: ASYNC110 - it polls
+                        is_any_left(native) or not self.is_healed()
+                    ):
                         await trio.sleep(LOOKS_EVERY)
                     if self.plan.is_visited and not is_any_left(native):
                         self.calm_since = world.tick()

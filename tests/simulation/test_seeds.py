@@ -21,7 +21,7 @@ from . import report, runs
 from .__main__ import main
 from .coverage import NAMES
 from .flavours import draw
-from .kept import KEPT
+from .kept import KEPT, KEPT_WITH_FLAVOUR
 from .plan import CANARY, draw_ordinary
 from .runs import run
 from .shrink import shrink, smallest
@@ -37,6 +37,11 @@ def test_a_run_decided_by_chance_keeps_all_promises(seed: int) -> None:
 @pytest.mark.parametrize("seed", KEPT)
 def test_a_run_that_failed_once_keeps_all_promises(seed: int) -> None:
     assert not run(draw_ordinary(seed)).violations
+
+
+@pytest.mark.parametrize("seed", KEPT_WITH_FLAVOUR)
+def test_a_run_with_a_flavour_that_failed_once_keeps_all_promises(seed: int) -> None:
+    assert not run(draw(seed)).violations
 
 
 def test_a_seed_decides_every_statement_of_a_run_also_in_another_interpreter() -> None:

@@ -43,6 +43,9 @@ here: contextvars.ContextVar[Process] = contextvars.ContextVar("simulated proces
 """Whose task that is; not set for the world's own."""
 
 
+_SAME_INSTANT: Final = 1_000
+
+
 class World:
     """What all processes share: the file, time, and who is alive."""
 
@@ -163,7 +166,8 @@ class World:
 
     def note_fault(self, what: str, process: Process | None, seconds: float = 0.0) -> Fault:
         at = self.tick()
-        until = at + round(min(seconds, 1e9) * 1e9)
+        # And what begins in the instant of its end: each event of one is a nanosecond later.
+        until = at + round(min(seconds, 1e9) * 1e9) + (_SAME_INSTANT if seconds else 0)
         name = None if process is None else process.name
         fault = Fault(what, at, name, until)
         self.history.faults.append(fault)
