@@ -151,9 +151,10 @@ class Engine:
                     try:
                         self.nursery.start_soon(self._keeper.keep_leases)
                         self.nursery.start_soon(self._keeper.watch_limits)
+                        if self.once is None:
+                            self.nursery.start_soon(self._pools[0].meet_kinds)
                         for pool in self._pools:
                             self.nursery.start_soon(pool.poll)
-                            self.nursery.start_soon(pool.meet_kinds)
                             self.nursery.start_soon(pool.ends.write)
                             for _ in range(pool.workers.number):
                                 self.nursery.start_soon(pool.workers.work)
