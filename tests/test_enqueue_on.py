@@ -597,6 +597,33 @@ async def test_a_second_transaction_is_seen_though_the_first_is_over(
     assert (await file_jobs.counts())[State.SUCCEEDED] == 5
 
 
+async def test_a_transaction_is_seen_though_the_first_look_for_its_end_failed(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    class FailsOnce(SqliteStore):
+        looks = 0
+
+        def is_unlocked(self) -> bool:
+            self.looks += 1
+            if self.looks == 1:
+                raise StoreError("disk I/O error")
+            return super().is_unlocked()
+
+    store = FailsOnce(tmp_path / "jobs.db")
+    async with trio_jobs.open_jobs(store) as jobs, trio.open_nursery() as nursery:
+        await nursery.start(trio_jobs.serve, jobs, [double])
+        await testing.settled()
+        with application(tmp_path / "jobs.db") as connection:
+            id = jobs.enqueue_on(connection, number, 7)
+            await trio.sleep(0.7)
+            connection.commit()
+        with trio.fail_after(2):
+            await jobs.wait_finished(id)
+        nursery.cancel_scope.cancel()
+
+    assert store.looks >= 2
+
+
 async def test_a_job_of_a_thread_s_transaction_wakes_the_runner(
     file_jobs: Jobs, tmp_path: Path, autojump_clock: MockClock
 ) -> None:

@@ -178,6 +178,7 @@ class Pool:
             if not await self._bridge.read(lambda store: store.is_unlocked()):
                 self._agenda.is_written_elsewhere = True
         except StoreError as error:
+            self._agenda.is_written_elsewhere = True
             self._engine.met_trouble(error, "the store could not be read")
 
     async def _sleep(self) -> bool:
