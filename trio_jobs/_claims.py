@@ -42,22 +42,18 @@ WHERE deadline IS NOT NULL AND state < 2 AND deadline <= :now
 ORDER BY deadline LIMIT {_MAX_EXPIRED}
 """
 
-_LOST: Final = f"""
+_LOST_OF: Final = f"""
 SELECT {ROW}
 FROM trio_jobs_job INDEXED BY trio_jobs_lease
-WHERE state = 2 AND lease_until <= :lease_now
+WHERE state = 2 AND {{which}}
     AND (kind IN (SELECT value FROM json_each(:kinds)) OR cancel_requested OR deadline <= :now)
     AND id NOT IN (SELECT value FROM json_each(:held))
 """
-
+_LOST: Final = _LOST_OF.format(which="lease_until <= :lease_now")
 # Only asked for when there are dead owners: a walk over the other running rows, in the index.
-_LOST_BY_THE_DEAD: Final = f"""
-SELECT {ROW}
-FROM trio_jobs_job INDEXED BY trio_jobs_lease
-WHERE state = 2 AND lease_until > :lease_now AND owner IN (SELECT value FROM json_each(:dead))
-    AND (kind IN (SELECT value FROM json_each(:kinds)) OR cancel_requested OR deadline <= :now)
-    AND id NOT IN (SELECT value FROM json_each(:held))
-"""
+_LOST_BY_THE_DEAD: Final = _LOST_OF.format(
+    which="lease_until > :lease_now AND owner IN (SELECT value FROM json_each(:dead))"
+)
 
 _DUE_SCHEDULED: Final = f"""
 SELECT '[' || ifnull(group_concat((
@@ -94,13 +90,15 @@ FROM json_each(:kinds) AS served
 _DUE: Final = _DUE_BUT.format(but="true")
 _DUE_BUT_HELD: Final = _DUE_BUT.format(but="id NOT IN (SELECT value FROM json_each(:held))")
 
+_DEADLINE: Final = """
+SELECT min(deadline) FROM trio_jobs_job INDEXED BY trio_jobs_deadline
+WHERE deadline IS NOT NULL AND state < 2
+"""
+
 # All that most claims have to know, in one step; see `Look`.
 _LOOK: Final = f"""
 SELECT
-    (
-        SELECT min(deadline) FROM trio_jobs_job INDEXED BY trio_jobs_deadline
-        WHERE deadline IS NOT NULL AND state < 2
-    ),
+    ({_DEADLINE}),
     (SELECT min(lease_until) FROM trio_jobs_job INDEXED BY trio_jobs_lease WHERE state = 2),
     (
         SELECT min((
@@ -115,11 +113,6 @@ SELECT
         SELECT json_group_array(json_array(id, CAST(claims AS INTEGER)))
         FROM trio_jobs_job INDEXED BY trio_jobs_cancel WHERE state = 2 AND cancel_requested = 1
     )
-"""
-
-_DEADLINE: Final = """
-SELECT min(deadline) FROM trio_jobs_job INDEXED BY trio_jobs_deadline
-WHERE deadline IS NOT NULL AND state < 2
 """
 
 _TAKE: Final = """

@@ -144,8 +144,8 @@ MUTANTS: Final[Sequence[Mutant]] = [
     Mutant(
         "rows are taken before their lease ends",
         "_claims.py",
-        "WHERE state = 2 AND lease_until <= :lease_now\n    AND (kind",
-        "WHERE state = 2 AND lease_until <= :lease_now + 30000000\n    AND (kind",
+        'which="lease_until <= :lease_now"',
+        'which="lease_until <= :lease_now + 30000000"',
     ),
     Mutant(
         "who is of another process is taken for dead",
