@@ -75,8 +75,11 @@ def lost_rows_are_taken_up_gently(timeline: Timeline) -> Found:
     those that are proven (they ended, or ran for a second); one that was lost twice is alone."""
     claims: defaultdict[str | None, list[tuple[int, Claim]]] = defaultdict(list)
     for (job, token), claim in timeline.claims.items():
-        # Where the commit of a claim was unknown, the runner never had it in hand.
-        if claim.takes_up and timeline.start_of(job, token) is not None:
+        # Where the commit of a claim was unknown, the runner never had it in hand. What does not
+        # decode has an end without a start, which proves as much as others.
+        end = claim.end
+        is_ended = end is not None and end.who == claim.holder and end.outcome == "failed"
+        if claim.takes_up and (is_ended or timeline.start_of(job, token) is not None):
             claims[claim.holder].append((job, claim))
     for life in timeline.evidence.history.lives:
         if life.runners != 1 or timeline.has_wrong_clock(life.process):

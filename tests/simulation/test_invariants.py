@@ -573,6 +573,23 @@ def test_a_row_that_its_runner_never_had_in_hand_is_not_beside_others(case: Case
     assert "I5" not in case.broken()
 
 
+def test_a_lost_row_whose_payload_does_not_decode_is_proven_without_a_start(case: Case) -> None:
+    starts = _take_up(case, number=1)
+    case.history.starts.remove(starts[0])
+    case.end(1, "failed", "b", outcome="failed", failure="payload does not decode")
+    for job in (2, 3):
+        case.enqueue(job)
+        case.claim(job, "a", lease=10)
+    case.moment += 100
+    for job in (2, 3):
+        case.end(job, "queued", "b", outcome="lost", failure="worker lost")
+        starts.append(case.claim(job, "b"))
+    for start in starts[1:]:
+        case.finish(start)
+
+    assert "I5" not in case.broken()
+
+
 @pytest.mark.parametrize("suspects", [0, 1])
 def test_a_row_that_was_lost_twice_and_is_taken_up_beside_others(case: Case, suspects: int) -> None:
     starts = _take_up(case, number=1)

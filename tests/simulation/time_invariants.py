@@ -44,10 +44,12 @@ def attempts_do_not_overlap(timeline: Timeline) -> Found:
 
 
 def _ran_in_time(timeline: Timeline, before: Claim, claim: Claim) -> bool:
-    """Both processes did from when the first handler had to be stopped, and by right clocks."""
+    """Both processes did from when the first handler had to be stopped, and by right clocks; so
+    had whoever took the row for lost."""
     since = _has_to_stop(before)
+    ended_by = None if before.end is None else before.end.who
     return not any(
-        fault.process in (None, before.holder, claim.holder)
+        fault.process in (None, before.holder, claim.holder, ended_by)
         and fault.at <= claim.step.at
         and (
             fault.what in CLOCKS
