@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import trio
-from stories import Script, Trouble, finished, serving, writer
+from stories import Script, Trouble, eventually, finished, serving, writer
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 import trio_jobs
-from trio_jobs import JobNotFound, Jobs, Kind, State, StoreBusy
+from trio_jobs import JobNotFound, Jobs, Kind, SqliteStore, State, StoreBusy
 from trio_jobs._bridge import Bridge
 from trio_jobs._clock import Clock
 from trio_jobs._model import Row
@@ -156,6 +159,9 @@ class SlowReads:
         await self.go_on.wait()
         return seen
 
+    async def wait_told(self) -> None:
+        await trio.lowlevel.checkpoint()
+
 
 async def test_what_a_read_saw_before_somebody_came_is_no_answer_to_him(
     autojump_clock: MockClock,
@@ -182,3 +188,54 @@ async def test_what_a_read_saw_before_somebody_came_is_no_answer_to_him(
 
     assert scope.cancelled_caught
     assert not waiters
+
+
+class LateToTell(SqliteStore):
+    """Its commits take place, and for a while nobody here hears of them."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.may_tell = threading.Event()
+        self.is_committed = threading.Event()
+        self.is_read = threading.Event()
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        with super().transaction():
+            yield
+        with self._connections.reading:
+            is_done = bool(super().finished([1]))
+        if is_done:
+            self.is_committed.set()
+            self.may_tell.wait(10)
+
+    def finished(self, ids: Collection[int]) -> dict[int, Row | None]:
+        found = super().finished(ids)
+        self.is_read.set()
+        return found
+
+
+async def test_who_reads_of_an_end_before_it_is_told_is_not_ahead_of_the_runner(
+    tmp_path: Path,
+) -> None:
+    store = LateToTell(tmp_path / "jobs.db")
+    succeeded: list[int] = []
+
+    async with (
+        trio_jobs.open_jobs(store) as jobs,
+        serving(jobs, plain.handled_by(Script(None))) as (runner),
+    ):
+        job = await jobs.enqueue(plain, None)
+        await eventually(store.is_committed.is_set)
+
+        async def wait() -> None:
+            await jobs.wait_finished(job)
+            succeeded.append(runner.statistics().succeeded)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait)
+            await eventually(store.is_read.is_set)
+            await wait_all_tasks_blocked(0.05)
+            store.may_tell.set()
+
+    assert succeeded == [1]

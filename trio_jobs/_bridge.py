@@ -63,6 +63,9 @@ class Bridge:
         self.is_closed = False
         self.is_inherited = False
         """We are in a process that was forked since: no thread works for us here."""
+        self._begun = self._told = 0
+        """Batches."""
+        self._telling: trio.Event | None = None
         self._in_flight = 0
         self._quiet: trio.Event | None = None
         _open_bridges.add(self)
@@ -96,6 +99,7 @@ class Bridge:
             self._gathered.notify()
         for write in waiting:
             write.result = outcome.capture(self.raise_if_closed)
+        self._begun += 1
         self._deliver(waiting)
         with trio.CancelScope(shield=True):
             if self._store.inline:
@@ -230,6 +234,15 @@ class Bridge:
         finally:
             self._end(1)
 
+    async def wait_told(self) -> None:
+        """Wait until all is told that a read may have seen: the reading thread may be faster than
+        the news of a commit, and whoever acts on what it read must not be ahead of a runner."""
+        begun = self._begun
+        while self._told < begun:
+            if self._telling is None:
+                self._telling = trio.Event()
+            await self._telling.wait()
+
     async def wait_quiet(self) -> bool:
         """Wait until no call is under way. True if there was one."""
         if not self._in_flight:
@@ -284,6 +297,10 @@ class Bridge:
             _call_safely(self._tell_unsure)
         if batch:
             self._end(len(batch))
+        self._told += 1
+        if self._telling is not None:
+            self._telling.set()
+            self._telling = None
 
     # The writing thread.
 
@@ -304,6 +321,7 @@ class Bridge:
 
     def _commit(self) -> Sequence[Write]:
         with self._gathered:
+            self._begun += 1
             waiting = [*itertools.islice(self._pending, MAX_BATCH)]
         # Who comes while these wait for the lock has not waited for as long as it may.
         return commit(self._store, self._take, lambda: self._take(waiting))

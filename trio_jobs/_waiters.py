@@ -76,6 +76,8 @@ class Waiters:
         hear of."""
         number, ids = self._next_read(), list(self._waiters)
         found = await self._bridge.read(lambda store: store.finished(ids))
+        if found:
+            await self._bridge.wait_told()
         self._answer(found, number)
         return bool(found)
 
@@ -114,6 +116,8 @@ class Waiters:
                 for waiter in self._taken(id, number):
                     waiter.hears(outcome.Error(copy_of(error)))
         else:
+            if found:
+                await self._bridge.wait_told()
             self._answer(found, number)
 
     def _next_read(self) -> int:
