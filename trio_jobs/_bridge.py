@@ -94,12 +94,12 @@ class Bridge:
         with self._gathered:
             self.is_closed = True
             waiting, self._pending = list(self._pending), {}
+            self._begun += 1
             for write in waiting:
                 write.is_taken = True  # nobody can withdraw it any more
             self._gathered.notify()
         for write in waiting:
             write.result = outcome.capture(self.raise_if_closed)
-        self._begun += 1
         self._deliver(waiting)
         with trio.CancelScope(shield=True):
             if self._store.inline:

@@ -176,7 +176,8 @@ class Connections:
         finally:
             self._is_waiting = False
         # SQLite goes on writing to a file that was unlinked: the jobs would be gone.
-        if self.file is not None and self.file_now() != self.file:
+        stat = self._seams.stat
+        if self.file is not None and _drivers.file_of(self.real_path, stat) != self.file:
             roll_back(connection)
             raise _drivers.permanent("the file was deleted or replaced while it was open")
         self._has_lock = True
@@ -185,10 +186,6 @@ class Connections:
     def end(self, connection: Connection) -> None:
         roll_back(connection)
         self._has_lock = False
-
-    def file_now(self) -> FileId | None:
-        """Which file its path names now."""
-        return _drivers.file_of(self.real_path, self._seams.stat)
 
     def in_transaction(self) -> Connection:
         connection = need(self.writer)
