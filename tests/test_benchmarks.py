@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from benchmarks import bare, names, ours, peers, processes
+from benchmarks import bare, floor, names, ours, peers, processes
 from benchmarks.__main__ import main
 from benchmarks.figures import FIGURES, Figure, Part, Verdict
 from benchmarks.files import connection, fresh_file, rows
@@ -162,6 +162,14 @@ def test_a_figure_is_as_good_as_its_worst_part() -> None:
     assert Figure("p50; p99", (unknown, bad)).verdict(Results()) is Verdict.UNKNOWN
 
 
+def test_a_figure_says_what_it_is_without_a_library() -> None:
+    with_floor = Part(lambda results: 0.2, 0.5, 0.3, "ms", floor=lambda results: 0.1)
+    without = Part(lambda results: 1, 2, 3)
+
+    assert Figure("both", (with_floor, without)).floor(Results()) == "0.1 ms; -"
+    assert Figure("none", (without,)).floor(Results()) == ""
+
+
 def test_every_figure_is_computed_from_cases_that_exist() -> None:
     class Everything(Results):
         def of(self, case: str, metric: str = RATE) -> list[float]:
@@ -184,6 +192,7 @@ def test_every_figure_is_computed_from_cases_that_exist() -> None:
         (partial(bare.tasks, at_a_time=10), 50),
         (partial(bare.life_cycles, driver="sqlite3", durability="full"), 250),
         (partial(bare.inserts, driver="apsw", durability="full"), 5),
+        (partial(floor.inserts, tasks=7), 20),
         (partial(ours.drain, workers=10, way=Way("sqlite3", "full")), 50),
         (partial(ours.drain, workers=10, way=Way("apsw", "normal"), with_checkpoint=True), 50),
         (partial(ours.enqueue, tasks=7, way=Way("sqlite3", "full")), 20),
@@ -191,6 +200,10 @@ def test_every_figure_is_computed_from_cases_that_exist() -> None:
 )
 def test_a_rate_is_measured(rate: Callable[[int], Sample], count: int) -> None:
     assert rate(count)[RATE] > 0
+
+
+def test_a_latency_is_measured_without_a_library() -> None:
+    assert floor.latency(3)[P50] > 0
 
 
 def test_a_full_table_is_made_of_one_job_and_works_on() -> None:

@@ -7,6 +7,7 @@ files       a fresh file, a connection to it, and rows by the hundred thousand
 ours        what is measured of trio_jobs in this process
 processes   what is measured of it in other processes
 bare        the yardsticks: Trio alone, SQLite alone
+floor       SQLite in a thread beside Trio: what any library of this kind pays
 peers       the same work by SqliteHuey, litequeue and persist-queue
 plan        which cases belong to which name, and how long they take
 figures     the table of figures to reach

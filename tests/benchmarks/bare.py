@@ -95,9 +95,9 @@ _TABLES: Final = (
     "CREATE INDEX lease ON job (lease_until) WHERE state = 2",
 )
 
-_INSERT: Final = "INSERT INTO job (kind, enqueued_at, run_at, payload) VALUES ('noop', ?, ?, ?)"
+INSERT: Final = "INSERT INTO job (kind, enqueued_at, run_at, payload) VALUES ('noop', ?, ?, ?)"
 
-_CLAIM: Final = f"""
+CLAIM: Final = f"""
 UPDATE job SET
     state = 2, attempt = attempt + 1, claims = claims + 1, lease_until = ?, started_at = ?
 WHERE id IN (
@@ -129,11 +129,11 @@ def synchronizations(count: int) -> Sample:
 def inserts(count: int, driver: Driver, durability: Durability) -> Sample:
     """One INSERT a transaction, again and again."""
     with fresh_file() as path, connection(path, driver, durability) as opened:
-        _make_tables(opened)
+        make_tables(opened)
         watch = Watch()
         for number in range(count):
-            now = _now()
-            opened.execute(_INSERT, (now, now, _payload(number)))
+            now = instant()
+            opened.execute(INSERT, (now, now, payload(number)))
         return watch.sample(count)
 
 
@@ -141,11 +141,11 @@ def insert_latency(count: int) -> Sample:
     """How long one INSERT takes now and then: the disk's part of every latency."""
     took: list[float] = []
     with fresh_file() as path, connection(path, "sqlite3", "full") as opened:
-        _make_tables(opened)
+        make_tables(opened)
         for number in range(count):
             time.sleep(PAUSE)
             start = time.monotonic()
-            opened.execute(_INSERT, (_now(), _now(), _payload(number)))
+            opened.execute(INSERT, (instant(), instant(), payload(number)))
             took.append((time.monotonic() - start) * 1000)
     return {P50: percentile(took, 50), P99: percentile(took, 99)}
 
@@ -153,11 +153,11 @@ def insert_latency(count: int) -> Sample:
 def life_cycles(count: int, driver: Driver, durability: Durability) -> Sample:
     """The end of a batch of jobs and the claim of the next in one transaction, to the last."""
     with fresh_file() as path, connection(path, driver, durability) as opened:
-        _make_tables(opened)
+        make_tables(opened)
         rows(opened, "BEGIN")
-        now = _now()
+        now = instant()
         for number in range(count):
-            opened.execute(_INSERT, (now, now, _payload(number)))
+            opened.execute(INSERT, (now, now, payload(number)))
         rows(opened, "COMMIT")
         done = 0
         watch = Watch()
@@ -170,23 +170,23 @@ def life_cycles(count: int, driver: Driver, durability: Durability) -> Sample:
 
 
 def _fused(opened: Connection, ended: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    now = _now()
+    now = instant()
     rows(opened, "BEGIN IMMEDIATE")
     if ended:
         rows(opened, _FINISH, (now, json.dumps(ended)))
-    claimed = rows(opened, _CLAIM, (now + LEASE, now, now))
+    claimed = rows(opened, CLAIM, (now + LEASE, now, now))
     rows(opened, "COMMIT")
     return [(id, claims) for id, claims, _, _ in claimed]
 
 
-def _make_tables(opened: Connection) -> None:
+def make_tables(opened: Connection) -> None:
     for statement in _TABLES:
         rows(opened, statement)
 
 
-def _payload(number: int) -> str:
+def payload(number: int) -> str:
     return json.dumps({"number": number, "text": "a short text"})
 
 
-def _now() -> int:
+def instant() -> int:
     return time.time_ns() // 1000

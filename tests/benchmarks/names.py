@@ -12,6 +12,7 @@ RAW: Final = "raw SQLite"
 SYNC: Final = "enqueue: 4 kB written to a file and synchronized, no SQLite"
 INSERTS: Final = "enqueue: stdlib sqlite3, one INSERT a transaction, FULL"
 HUEY: Final = "SqliteHuey"
+FLOOR: Final = "no library, SQLite in a thread"
 
 FULL: Final[Durability] = "full"
 NORMAL: Final[Durability] = "normal"
@@ -44,6 +45,7 @@ def enqueue(who: str, at_a_time: int, durability: Durability) -> str:
 
 WITH_CHECKPOINT: Final = f"drain: {OURS}, 100 at a time, NORMAL, handler with a checkpoint"
 ONE_INSERT: Final = "enqueue to start: no job, only stdlib sqlite3, one INSERT, FULL"
+ONE_HOP: Final = f"enqueue to start: {FLOOR}: INSERT, claim, COMMIT, FULL"
 WHILE_IDLE: Final = "idle"
 AT_1000: Final = "1,000 jobs/s offered"
 

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from . import bare, names, ours, processes
+from . import bare, floor, names, ours, processes
 from .files import Driver, fresh_file
-from .names import FULL, HUEY, NORMAL, OURS
+from .names import FLOOR, FULL, HUEY, NORMAL, OURS
 from .ours import Way
 from .peers import Peer
 from .rounds import Case, Sample
@@ -136,6 +136,9 @@ def _enqueue(setting: Setting) -> Iterator[Case]:
     yield setting.rate(names.SYNC, bare.synchronizations, 30)
     inserts = partial(bare.inserts, driver="sqlite3", durability=FULL)
     yield setting.rate(names.INSERTS, inserts, 50)
+    for count in (1, 100):
+        name = names.enqueue(FLOOR, count, FULL)
+        yield setting.rate(name, partial(floor.inserts, tasks=count), 50 + 2 * count)
     for way in (setting.full, setting.normal):
         for count in (1, 10, 100):
             name = names.enqueue(OURS, count, way.durability)
@@ -149,6 +152,7 @@ def _enqueue(setting: Setting) -> Iterator[Case]:
 def _latency(setting: Setting) -> Iterator[Case]:
     size = setting.size
     yield Case(names.ONE_INSERT, bare.insert_latency, size.latencies)
+    yield Case(names.ONE_HOP, floor.latency, size.latencies)
     for way in (setting.full, setting.normal):
         idle = partial(ours.latency, way=way, per_second=None)
         yield Case(names.latency(names.WHILE_IDLE, way.durability), idle, size.latencies)
