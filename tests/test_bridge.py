@@ -1074,6 +1074,117 @@ async def test_a_store_that_cannot_be_opened_leaves_nothing_behind(
 # Virtual time.
 
 
+class Impatient(SqliteStore):
+    """Lets `when_waiting` know of its first wait for a lock, and adds up how long it waits."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.when_waiting: Callable[[], object] = lambda: None
+        self.waited = 0.0
+        self.sleep = self._sleep
+
+    def _sleep(self, seconds: float) -> None:
+        if not self.waited:
+            self.when_waiting()
+        self.waited += seconds
+        time.sleep(seconds)
+
+
+class Belated(Impatient):
+    """Begins to open only when it was told to close."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.when_called: Callable[[], object] = lambda: None
+        self.was_told = threading.Event()
+
+    def open(self) -> None:
+        self.when_called()
+        assert self.was_told.wait(LONG)
+        super().open()
+
+    def close(self) -> None:
+        super().close()
+        self.was_told.set()
+
+
+@contextlib.contextmanager
+def locked(path: Path, *, is_log: bool) -> Iterator[None]:
+    """Somebody else keeps a new file locked, before or after its switch to a log."""
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as holder:
+        if is_log:
+            holder.execute("PRAGMA journal_mode = WAL")
+        holder.execute("BEGIN EXCLUSIVE")
+        yield
+        holder.execute("ROLLBACK")
+
+
+@pytest.mark.parametrize("is_log", [True, False])
+async def test_opening_that_waits_for_a_lock_of_others_ends_when_it_is_cancelled(
+    tmp_path: Path, is_log: bool
+) -> None:
+    path = tmp_path / "jobs.db"
+    store = Impatient(path)
+    token = trio.lowlevel.current_trio_token()
+
+    with locked(path, is_log=is_log), trio.CancelScope() as scope:
+        store.when_waiting = lambda: token.run_sync_soon(scope.cancel)
+        async with trio_jobs.open_jobs(store):
+            raise AssertionError("it is locked")
+    was_closed = store._connections.writer is None
+    async with trio_jobs.open_jobs(store) as jobs:
+        job = await jobs.enqueue(kind, 1)
+
+    assert scope.cancelled_caught
+    assert 0 < store.waited < 5, "as long as nobody is cancelled"
+    assert was_closed
+    assert job.id == 1
+
+
+@pytest.mark.parametrize("is_locked", [True, False])
+async def test_opening_that_is_cancelled_before_its_thread_runs_leaves_nothing_open(
+    tmp_path: Path, is_locked: bool
+) -> None:
+    path = tmp_path / "jobs.db"
+    store = Belated(path)
+    token = trio.lowlevel.current_trio_token()
+
+    with contextlib.ExitStack() as stack:
+        if is_locked:
+            stack.enter_context(locked(path, is_log=True))
+        scope = stack.enter_context(trio.CancelScope())
+        store.when_called = lambda: token.run_sync_soon(scope.cancel)
+        async with trio_jobs.open_jobs(store):
+            raise AssertionError("it was cancelled")
+    was_closed = store._connections.writer is None
+    store.when_called = lambda: None
+    async with trio_jobs.open_jobs(store) as jobs:
+        job = await jobs.enqueue(kind, 1)
+
+    assert scope.cancelled_caught
+    assert store.waited < 5, "as long as nobody is cancelled"
+    assert was_closed
+    assert job.id == 1
+
+
+def test_ctrl_c_while_opening_waits_for_a_lock_of_others_leaves_nothing_open(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "jobs.db"
+    store = Impatient(path)
+    store.when_waiting = lambda: signal.raise_signal(signal.SIGINT)
+
+    async def main() -> None:
+        async with trio_jobs.open_jobs(store):
+            raise AssertionError("it is locked")
+
+    with locked(path, is_log=True), pytest.raises(KeyboardInterrupt):
+        trio.run(main)
+
+    assert 0 < store.waited < 5, "as long as nobody interrupts"
+    assert store._connections.writer is None
+
+
 class SlowStore(SqliteStore):
     """Takes so long in real time that a clock nobody holds would jump."""
 

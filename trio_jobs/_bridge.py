@@ -71,7 +71,10 @@ class Bridge:
         _open_bridges.add(self)
 
     async def open(self) -> None:
-        """Open the store and start the writing thread. Raises what `Store.open` raises."""
+        """Open the store and start the writing thread. Raises what `Store.open` raises.
+
+        Cancelled while others keep the store locked, it waits no longer, and leaves it closed.
+        """
         if self._store.inline:
             await trio.lowlevel.checkpoint()
             self._store.open()
@@ -79,12 +82,25 @@ class Bridge:
         await trio.lowlevel.checkpoint_if_cancelled()
         self._begin()
         try:
+            await trio.to_thread.run_sync(
+                self._store.open, abandon_on_cancel=True, limiter=self._readers
+            )
+        except (trio.Cancelled, KeyboardInterrupt):
             with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(self._store.open, limiter=self._readers)
+                await self._take_back_open()
+            raise
         finally:
             self._end(1)
         self._thread = threading.Thread(target=self._work, name="trio_jobs writer", daemon=True)
         self._thread.start()
+
+    async def _take_back_open(self) -> None:
+        # The thread keeps its place in `_readers` until it is over. A close that comes before it
+        # has begun goes unheard, and one that comes while it works waits for it.
+        is_over = False
+        while not is_over:
+            is_over = not self._readers.borrowed_tokens
+            await trio.to_thread.run_sync(self._store.close, limiter=trio.CapacityLimiter(1))
 
     @trio.lowlevel.enable_ki_protection
     async def close(self) -> None:

@@ -60,7 +60,10 @@ class Store(Protocol):
         ...
 
     def close(self) -> None:
-        """Give everything back. A wait for a lock that is under way ends as `StoreBusy`."""
+        """Give everything back. A wait for a lock that is under way ends as `StoreBusy`.
+
+        Called from any thread, also while `open` is under way, and any number of times.
+        """
         ...
 
     def transaction(self) -> AbstractContextManager[None]:
