@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trio_jobs._agenda import Agenda
-from trio_jobs._pace import MAX_WAIT
+from trio_jobs._pace import PATIENCE
 
 NOW = 10**15
 HOUR = 3_600_000_000
@@ -15,8 +15,8 @@ HOUR = 3_600_000_000
     ("later", "wants"),
     [
         (0, False),
-        (MAX_WAIT - 1, False),
-        (MAX_WAIT, True),
+        (PATIENCE - 1, False),
+        (PATIENCE, True),
         (HOUR, True),
         (-1, True),  # the clock was set back: that instant may be as far away as you like
         (-HOUR, True),

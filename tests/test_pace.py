@@ -39,7 +39,7 @@ from trio_jobs import (
 )
 from trio_jobs._ends import ENOUGH
 from trio_jobs._model import Claim, Claimed
-from trio_jobs._pace import MAX_AHEAD, MAX_WAIT, NOTHING_AHEAD, SHORT, Pace, ahead
+from trio_jobs._pace import MAX_AHEAD, NOTHING_AHEAD, PATIENCE, SHORT, Pace, ahead
 from trio_jobs._workers import Workers
 
 durations = st.integers(0, 10 * SHORT)
@@ -108,7 +108,7 @@ def test_no_more_than_a_tenth_of_a_second_of_work_is_claimed_ahead(
     assert 0 <= limit <= MAX_AHEAD
     for name in kinds:
         # With the rest of one under way it is the tenth.
-        assert limit * paces[name].takes <= workers * (MAX_WAIT - SHORT)
+        assert limit * paces[name].takes <= workers * (PATIENCE - SHORT)
     if not kinds:
         assert (limit, kinds) == NOTHING_AHEAD
 

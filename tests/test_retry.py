@@ -32,7 +32,7 @@ from trio_jobs import (
     quadratic,
 )
 from trio_jobs._model import Change
-from trio_jobs._retry import DAY, MAX_WAIT
+from trio_jobs._retry import DAY, MAX_BACKOFF
 
 UTC = datetime.UTC
 
@@ -63,11 +63,11 @@ def test_constant_is_the_same_every_time() -> None:
         (exponential(1, factor=10, cap=3600), 3600),
         (exponential(1), DAY),
         (exponential(1, factor=10), DAY),
-        (exponential(1e300, factor=1e300, cap=1e308), MAX_WAIT),
+        (exponential(1e300, factor=1e300, cap=1e308), MAX_BACKOFF),
         (exponential(0, factor=10), 0),
         (quadratic(5.0), DAY),
-        (quadratic(1e308, cap=1e308), MAX_WAIT),
-        (constant(1e308), MAX_WAIT),
+        (quadratic(1e308, cap=1e308), MAX_BACKOFF),
+        (constant(1e308), MAX_BACKOFF),
     ],
     ids=lambda value: None if callable(value) else str(value),
 )
@@ -202,7 +202,7 @@ def test_an_async_backoff_is_replaced_by_the_default() -> None:
 def test_no_wait_is_longer_than_365_days(wait: float) -> None:
     retry = Retry(backoff=lambda attempt: wait, jitter=1e300)
 
-    assert retry.wait(1, 1) == MAX_WAIT == 365 * 86_400
+    assert retry.wait(1, 1) == MAX_BACKOFF == 365 * 86_400
 
 
 @given(
@@ -216,7 +216,7 @@ def test_a_wait_is_always_a_finite_number_of_seconds_from_the_backoff_on(
 ) -> None:
     wait = Retry(backoff=lambda attempt: base, jitter=jitter).wait(job_id, attempt)
 
-    assert min(base, MAX_WAIT) <= wait <= MAX_WAIT
+    assert min(base, MAX_BACKOFF) <= wait <= MAX_BACKOFF
 
 
 # Stories about time.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ._clock import microseconds
 from ._model import Claim, Claimed, Instant, Row
-from ._pace import MAX_WAIT
+from ._pace import PATIENCE
 from ._retry import Repeats
 
 
@@ -81,14 +81,14 @@ class Agenda:
     def heard_others(self, now: Instant) -> None:
         """Somebody else may have committed."""
         if self._look_at is None:
-            self._look_at = now + MAX_WAIT
+            self._look_at = now + PATIENCE
 
     def wants_look(self, now: Instant, *, is_idle: bool) -> bool:
         """To claim if somebody else has committed, which a claim sees anyway. Where no worker is
         free that brings no more than cancel requests, so it can wait for a claim for a while:
         with four busy processes such looks took a tenth of all they did."""
         look_at = self.next_look
-        return look_at is not None and (is_idle or not look_at - MAX_WAIT <= now < look_at)
+        return look_at is not None and (is_idle or not look_at - PATIENCE <= now < look_at)
 
     @property
     def next_look(self) -> Instant | None:

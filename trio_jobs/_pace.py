@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-MAX_WAIT: Final = 100_000
+PATIENCE: Final = 100_000
 """Microseconds that a row which was claimed ahead may wait for a worker."""
-SHORT: Final = MAX_WAIT // 10
+SHORT: Final = PATIENCE // 10
 """Microseconds below which a handler is short."""
 MAX_AHEAD: Final = 250
 """Rows; from here on a larger transaction is no cheaper for each."""
@@ -60,5 +60,5 @@ def ahead(paces: Iterable[tuple[str, Pace]], workers: int) -> Ahead:
     if not short:
         return NOTHING_AHEAD
     # The last of them waits for the handlers under way, too.
-    limit = workers * (MAX_WAIT - SHORT) // max(1, *short.values())
+    limit = workers * (PATIENCE - SHORT) // max(1, *short.values())
     return Ahead(min(limit, MAX_AHEAD), frozenset(short))

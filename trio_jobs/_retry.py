@@ -16,7 +16,7 @@ Backoff: TypeAlias = Callable[[int], float]
 """Number of the attempt that failed, from 1, to seconds until the next one."""
 
 DAY: Final = 86_400.0
-MAX_WAIT: Final = 365 * DAY
+MAX_BACKOFF: Final = 365 * DAY
 """No backoff is longer, whatever a callable returns: seconds."""
 
 FIRST_REPEAT: Final = 0.05
@@ -95,7 +95,7 @@ class Retry:
             )
             wait = _DEFAULT_BACKOFF(attempt)
         # Cut before the product, too: an int may be too large for a float.
-        return min(min(wait, MAX_WAIT) * (1 + self.jitter * _unit(job_id, attempt)), MAX_WAIT)
+        return min(min(wait, MAX_BACKOFF) * (1 + self.jitter * _unit(job_id, attempt)), MAX_BACKOFF)
 
 
 def _unit(job_id: int, attempt: int) -> float:

@@ -19,7 +19,7 @@ from ._attempt import Execution
 from ._kinds import Handler
 from ._lifecycle import End
 from ._model import Instant
-from ._pace import MAX_WAIT, Ahead, Pace, ahead
+from ._pace import PATIENCE, Ahead, Pace, ahead
 
 if TYPE_CHECKING:
     from ._engine import Engine
@@ -94,14 +94,14 @@ class Workers:
         """When the first of those that are ready has waited for as long as it may."""
         # With room for all, those that are ready are on their way to a worker.
         is_any_ahead = self.room < 0 and self._ready
-        return self._ready[0].came_at + MAX_WAIT if is_any_ahead else None
+        return self._ready[0].came_at + PATIENCE if is_any_ahead else None
 
     def are_long(self) -> None:
         """What was taken for short was not: those under way keep others waiting."""
         for execution in self._engine.handling():
             kind = execution.row.kind
             if kind in self._paces:
-                self._paces[kind].took(MAX_WAIT)
+                self._paces[kind].took(PATIENCE)
                 self._long.add(execution)
 
     @trio.lowlevel.enable_ki_protection
