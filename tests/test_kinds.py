@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import re
@@ -71,6 +72,37 @@ def test_a_kind_keeps_what_it_was_given() -> None:
     assert (kind.name, kind.retry, kind.timeout) == ("resize", retry, 120.0)
     assert (kind.on_interrupt, kind.queue, kind.priority) == ("fail", "pictures", -3)
     assert repr(kind) == "<Kind 'resize'>"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("name", "other"),
+        ("retry", Retry(attempts=1)),
+        ("timeout", 1.0),
+        ("on_interrupt", "fail"),
+        ("queue", "other"),
+        ("priority", 1),
+    ],
+)
+def test_a_setting_of_a_kind_that_is_assigned_later_is_refused_and_not_ignored(
+    setting: str, value: object
+) -> None:
+    kind = Kind("resize", Resize)
+    before = getattr(kind, setting)
+
+    with pytest.raises(AttributeError, match=rf"{setting} of <Kind 'resize'> cannot be changed"):
+        setattr(kind, setting, value)
+
+    assert getattr(kind, setting) == before
+
+
+def test_a_kind_can_be_copied() -> None:
+    kind = Kind("resize", Resize, timeout=2)
+
+    copied = copy.copy(kind)
+
+    assert (copied.name, copied.timeout, copied.retry) == ("resize", 2, kind.retry)
 
 
 def test_a_plain_kind_has_the_documented_defaults() -> None:

@@ -29,7 +29,8 @@ class Kind(Generic[P, R]):
     runner stopped or died under it: "retry" it, or "fail" it ("interrupted by restart")
     when its work must not be repeated. `queue` groups kinds for `serve(queues=...)`.
     Higher `priority` runs first. Raises `TypeError` for a payload or result type that
-    cannot be stored, `ValueError` for settings that cannot work.
+    cannot be stored, `ValueError` for settings that cannot work, and `AttributeError` when
+    a setting is assigned later.
     """
 
     __slots__ = (
@@ -98,6 +99,14 @@ class Kind(Generic[P, R]):
         self.payload_codec = Codec(payload, f"payload of kind {name!r}")
         self.result_codec = Codec(result, f"result of kind {name!r}", allow_raw=False)
         self.policy = policy_of(self.retry, self.on_interrupt)
+
+    if not TYPE_CHECKING:  # a checker would take it that anything can be assigned
+
+        def __setattr__(self, name: str, value: object) -> None:
+            # Runners have read it, and would go by the old one. Once for each: copies are made so.
+            if hasattr(self, name):
+                raise AttributeError(f"{name} of {self!r} cannot be changed; make another Kind")
+            super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         return f"<Kind {self.name!r}>"
