@@ -1071,9 +1071,6 @@ async def test_a_store_that_cannot_be_opened_leaves_nothing_behind(
     assert not [one for one in threading.enumerate() if "trio_jobs" in one.name]
 
 
-# Virtual time.
-
-
 class Impatient(SqliteStore):
     """Lets `when_waiting` know of its first wait for a lock, and adds up how long it waits."""
 
@@ -1183,6 +1180,9 @@ def test_ctrl_c_while_opening_waits_for_a_lock_of_others_leaves_nothing_open(
 
     assert 0 < store.waited < 5, "as long as nobody interrupts"
     assert store._connections.writer is None
+
+
+# Virtual time.
 
 
 class SlowStore(SqliteStore):
@@ -1392,6 +1392,37 @@ def test_ctrl_c_in_the_middle_of_a_write_loses_no_answer(path: str, tmp_path: Pa
         trio.run(main)
 
     assert answered == ["a", "a"]
+
+
+@pytest.mark.parametrize("path", [":memory:", "file"])
+def test_ctrl_c_in_the_middle_of_closing_leaves_nobody_waiting_and_nothing_open(
+    path: str, tmp_path: Path
+) -> None:
+    store = SqliteStore(path if path == ":memory:" else tmp_path / path)
+    write = Write("add", [new_job()])
+
+    async def main() -> None:
+        bridge = Bridge(store, Clock(), lambda rows: None)
+        await bridge.open()
+        notify = bridge._gathered.notify
+
+        def interrupted(n: int = 1) -> None:
+            if bridge.is_closed:  # and it has just taken all that waits
+                signal.raise_signal(signal.SIGINT)
+                notify(n)
+
+        # The writing thread does not hear of it.
+        bridge._gathered.notify = interrupted  # type: ignore[method-assign]
+        bridge.submit(write)
+        await bridge.close()
+
+    with pytest.raises(KeyboardInterrupt):
+        trio.run(main)
+
+    assert write.result is not None
+    with pytest.raises(trio.ClosedResourceError):
+        write.result.unwrap()
+    assert store._connections.writer is None
 
 
 def test_ctrl_c_at_a_random_moment_loses_no_answer_and_hangs_nothing(tmp_path: Path) -> None:

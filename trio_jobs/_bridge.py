@@ -13,6 +13,7 @@ tick, by the same code.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
@@ -123,8 +124,14 @@ class Bridge:
                 await trio.lowlevel.checkpoint()
             else:
                 self._begin()
+                shut = functools.partial(
+                    trio.to_thread.run_sync, self._shut, limiter=trio.CapacityLimiter(1)
+                )
                 try:
-                    await trio.to_thread.run_sync(self._shut, limiter=trio.CapacityLimiter(1))
+                    await shut()
+                except KeyboardInterrupt:  # that came before: the thread was not even begun
+                    await shut()  # noqa: ASYNC120 - shielded
+                    raise
                 finally:
                     self._end(1)
         _open_bridges.discard(self)
