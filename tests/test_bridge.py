@@ -863,21 +863,24 @@ async def test_M4_50_tasks_that_are_cancelled_at_random_disturb_nobody(
     dice = random.Random(seed)
     returned: set[str] = set()
     cancelled: set[str] = set()
-    scopes: list[trio.CancelScope] = []
+    waiting: dict[int, trio.CancelScope] = {}
 
     async def enqueue(jobs: Jobs, task: int) -> None:
         for number in range(10):
+            if waiting and dice.random() < 0.1:  # in the tick in which others begin to wait, too
+                dice.choice([*waiting.values()]).cancel()
             with trio.CancelScope() as scope:
                 if number:  # not the first, or on a busy disk none would ever return
-                    scopes.append(scope)
+                    waiting[task] = scope
                 await jobs.enqueue(kind, number, key=f"{task}/{number}")
                 returned.add(f"{task}/{number}")
+            waiting.pop(task, None)
             if scope.cancelled_caught:
                 cancelled.add(f"{task}/{number}")
 
     async def cancel_some() -> None:
         while len(returned) + len(cancelled) < 500:
-            for scope in dice.sample(scopes, min(len(scopes), 5)):
+            for scope in dice.sample([*waiting.values()], min(len(waiting), 5)):
                 scope.cancel()
             for _ in range(dice.randrange(5)):
                 await trio.lowlevel.checkpoint()
