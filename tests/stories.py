@@ -324,6 +324,9 @@ class PassThrough:
     def execute(self, sql: str, values: Values = ()) -> list[Record]:
         return self.real.execute(sql, values)
 
+    def interrupt(self) -> None:
+        self.real.interrupt()
+
     def close(self) -> None:
         self.real.close()
 

@@ -664,6 +664,26 @@ async def test_X5_a_stale_attempt_that_publishes_gets_LeaseLost_and_changes_noth
     assert (await jobs.get(ended)).result == [3]
 
 
+async def test_a_cancel_that_is_taken_back_by_hand_does_not_keep_a_publication_waiting(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """It was refused for ever, as often as the disk allowed."""
+    store = make_store("memory", tmp_path, SqliteStore)
+
+    async def publish(attempt: Attempt[int, list[int]]) -> list[int]:
+        with trio.CancelScope(shield=True):
+            await jobs.cancel(attempt.job_id)
+            writer(store).execute("UPDATE trio_jobs_job SET cancel_requested = 0")
+            with trio.fail_after(10):
+                await attempt.publish([1])
+        return [2]
+
+    async with trio_jobs.open_jobs(store) as jobs, serving(jobs, counting.handled_by(publish)):
+        [ended] = await finished(jobs, await jobs.enqueue(counting, 0))
+
+    assert ended.result == [2]
+
+
 @pytest.mark.parametrize("where", STORES)
 async def test_X5_a_runner_whose_row_was_taken_finds_out_by_publishing(
     where: str, tmp_path: Path, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture

@@ -36,7 +36,7 @@ from trio_jobs import (
 from trio_jobs._batch import MAX_BATCH, Write
 from trio_jobs._bridge import Bridge, bridges_here
 from trio_jobs._clock import Clock
-from trio_jobs._drivers import Connection, Record, Values
+from trio_jobs._drivers import Connection, Driver, Record, Values
 from trio_jobs._model import Change, Claim, Claimed, NewJob, Policy, Row
 
 LONG = 10.0
@@ -630,6 +630,48 @@ async def test_who_comes_late_has_the_whole_timeout_to_wait_for_the_lock(tmp_pat
     assert sum(pauses) >= 0.1
 
 
+ENDLESS = """
+WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n WHERE x > 0) SELECT max(x) FROM n
+"""
+
+
+@pytest.mark.parametrize("driver", ["sqlite3", "apsw"])
+@pytest.mark.parametrize("is_cancelled", [True, False])
+async def test_a_read_without_end_holds_up_neither_its_caller_nor_the_end_of_the_block(
+    tmp_path: Path, driver: Driver, is_cancelled: bool
+) -> None:
+    begun = threading.Event()
+
+    def read(store: Any) -> object:
+        begun.set()
+        return store._connections.query(ENDLESS)
+
+    ends: list[str] = []
+
+    async def reader(jobs: Jobs, scope: trio.CancelScope) -> None:
+        with scope:
+            try:
+                await jobs._bridge.read(read)
+            except trio.ClosedResourceError:
+                ends.append("closed")
+        if scope.cancelled_caught:
+            ends.append("cancelled")
+
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            store = SqliteStore(tmp_path / "jobs.db", driver=driver)
+            async with trio_jobs.open_jobs(store) as jobs:
+                scope = trio.CancelScope()
+                nursery.start_soon(reader, jobs, scope)
+                await trio.to_thread.run_sync(begun.wait)
+                if is_cancelled:
+                    scope.cancel()
+                    while not ends:
+                        await trio.lowlevel.checkpoint()
+
+    assert ends == ["cancelled" if is_cancelled else "closed"]
+
+
 async def test_in_a_cancelled_scope_nothing_is_written(store: SqliteStore) -> None:
     async with open_bridge(store) as bridge:
         with trio.CancelScope() as scope:
@@ -655,7 +697,7 @@ async def test_what_fails_on_hearing_of_a_commit_keeps_nobody_from_hearing_of_it
         assert change is not None
         jobs._bridge._tell = fail
         with trio.fail_after(30):
-            assert await jobs._bridge.apply([change], fail) == [None]
+            assert await jobs._bridge.apply(change, fail) is None
             await jobs.enqueue(kind, 0)
 
     assert caplog.messages == ["what was to hear of a commit failed"] * 3

@@ -42,8 +42,8 @@ from trio_jobs import (
     constant,
 )
 from trio_jobs._batch import Write
-from trio_jobs._engine import Engine
-from trio_jobs._model import Change, NewJob
+from trio_jobs._model import Change
+from trio_jobs._pool import Pool
 
 number = Kind("number", int, int)
 
@@ -426,19 +426,19 @@ def test_B1_a_ctrl_c_in_the_middle_of_an_enqueue_does_not_leave_its_claim_unmade
 ) -> None:
     """The stop would wait for it."""
     took: list[float] = []
-    claims_for = Engine.claims_for
+    new_claim = Pool.new_claim
 
-    def interrupted(engine: Engine, new: Sequence[NewJob]) -> list[Write]:
-        claims = claims_for(engine, new)
+    def interrupted(pool: Pool, at: int) -> Write:
+        claim = new_claim(pool, at)
         signal.raise_signal(signal.SIGINT)
-        return claims
+        return claim
 
     async def main() -> None:
         async with trio_jobs.open_jobs(":memory:") as jobs:
             try:
                 async with serving(jobs, number.handled_by(Script(sleeps(1, 7)))):
                     await trio.sleep(5)
-                    monkeypatch.setattr(Engine, "claims_for", interrupted)
+                    monkeypatch.setattr(Pool, "new_claim", interrupted)
                     await jobs.enqueue(number, 1)
                     await trio.lowlevel.checkpoint()
             finally:

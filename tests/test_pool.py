@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from functools import partial
@@ -41,9 +42,10 @@ from trio_jobs import (
     constant,
 )
 from trio_jobs._agenda import Agenda
-from trio_jobs._model import Claim, Claimed
+from trio_jobs._batch import Write
+from trio_jobs._model import Claim, Claimed, NewJob
 from trio_jobs._pool import Pool
-from trio_jobs.testing import settled
+from trio_jobs.testing import EPOCH, settled
 
 plain = Kind("plain", None)
 other = Kind("other", None)
@@ -344,6 +346,44 @@ async def test_a_slow_job_never_waits_behind_another_while_a_runner_could_have_i
     assert slow.starts == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("read", [1, 2, 3, 4])
+async def test_a_clock_that_fails_for_a_moment_leaves_no_pool_with_a_claim_that_was_never_made(
+    read: int, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first pool had made its claim when the second could not."""
+    here, there = Kind("here", None, queue="here"), Kind("there", None, queue="there")
+    reads_left = 0
+
+    def clock() -> float:
+        nonlocal reads_left
+        reads_left -= 1
+        if reads_left == 0:
+            raise OSError("the time server hiccuped")
+        return EPOCH.timestamp() + trio.current_time()
+
+    claims_for = Jobs._claims_for
+
+    def with_failing_clock(jobs: Jobs, new: Sequence[NewJob]) -> list[Write]:
+        nonlocal reads_left
+        reads_left = read
+        try:
+            return claims_for(jobs, new)
+        finally:
+            reads_left = 0
+
+    async with trio_jobs.open_jobs(":memory:", clock=clock) as jobs:
+        handlers = [kind.handled_by(Script(None)) for kind in (here, there)]
+        async with serving(jobs, *handlers, queues={"here": 1, "there": 1}, poll=1):
+            await trio.sleep(4.5)  # between two polls
+            with monkeypatch.context() as patched, contextlib.suppress(OSError):
+                patched.setattr(Jobs, "_claims_for", with_failing_clock)
+                await jobs.enqueue(here, None)
+            both = [await jobs.enqueue(here, None), await jobs.enqueue(there, None)]
+            ended = await finished(jobs, *both, within=10)
+
+    assert [job.state for job in ended] == [State.SUCCEEDED] * 2
+
+
 async def test_all_workers_are_used_and_no_more(jobs: Jobs, autojump_clock: MockClock) -> None:
     handle = Script(sleeps(10))
     enqueued = await jobs.enqueue_many(plain, [None] * 12)
@@ -367,6 +407,7 @@ async def test_P2_a_kind_that_is_unknown_here_is_left_and_named_and_runs_elsewhe
     async with serving(jobs, plain.handled_by(handle)) as runner:
         known = await jobs.enqueue(plain, None)
         await finished(jobs, known)
+        await settled()
         seen = [runner.statistics().unhandled]
         await jobs.enqueue(Kind("third", None), None, delay=50)
         await trio.sleep(100)

@@ -308,7 +308,7 @@ async def test_R1_a_job_at_attempt_2000_is_queued_again(
 
     job = await jobs.enqueue(kind, None)
     before = job._row
-    await jobs._bridge.apply([Change(before=before, after=replace(before, attempt=1999))])
+    await jobs._bridge.apply(Change(before=before, after=replace(before, attempt=1999)))
     await trio_jobs.run_once(jobs, [fails])
 
     found = await jobs.get(job)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sqlite3
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -752,6 +754,45 @@ async def test_serve_ends_when_the_caller_does_not_take_that_it_has_started(
     await trio.sleep(10)
 
     assert (await jobs.counts())[State.QUEUED] == 1
+
+
+@pytest.mark.parametrize("stop", ["drain", "cancel"])
+async def test_a_stop_does_not_wait_for_the_lock_that_a_claim_waits_for(
+    stop: str, tmp_path: Path
+) -> None:
+    store = SqliteStore(tmp_path / "jobs.db", busy_timeout=600)
+    async with trio_jobs.open_jobs(store) as jobs:
+        with contextlib.closing(
+            sqlite3.connect(tmp_path / "jobs.db", isolation_level=None)
+        ) as other:
+            other.execute("BEGIN IMMEDIATE")
+            with trio.fail_after(30):
+                async with trio.open_nursery() as nursery:
+                    handler = plain.handled_by(Script(None))
+                    runner = await nursery.start(
+                        partial(trio_jobs.serve, jobs, [handler], grace=600)
+                    )
+                    await eventually(lambda: store._connections._is_waiting)
+                    if stop == "drain":
+                        runner.drain()
+                    else:
+                        nursery.cancel_scope.cancel()
+
+
+async def test_a_ctrl_c_in_a_handler_is_not_lost_when_its_jobs_closes_meanwhile(
+    autojump_clock: MockClock,
+) -> None:
+    with pytest.RaisesGroup(KeyboardInterrupt):
+        async with trio.open_nursery() as nursery, trio_jobs.open_jobs(":memory:") as jobs:
+            handlers = [
+                plain.handled_by(Script(KeyboardInterrupt())),
+                number.handled_by(Script(sleeps(5, 7))),
+            ]
+            await nursery.start(partial(trio_jobs.serve, jobs, handlers, grace=2))
+            await jobs.enqueue(number, 1)
+            await trio.sleep(1)
+            await jobs.enqueue(plain, None)
+            await trio.sleep(1)
 
 
 async def test_a_jobs_that_closes_under_its_runner_ends_it_and_hurts_nobody_else(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import signal
 import threading
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -84,6 +85,34 @@ async def test_the_shortest_poll_is_that_of_all_and_ends_with_who_asked_for_it(
 
     assert 10 <= hasty <= 12
     assert 8 <= len(reads) - hasty <= 10
+
+
+def test_a_ctrl_c_while_the_first_begins_to_wait_leaves_nobody_after_it_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever came later counted on a read for all that had never begun."""
+    spawn = trio.lowlevel.spawn_system_task
+
+    def interrupted(*args: Any, **settings: Any) -> trio.lowlevel.Task:
+        signal.raise_signal(signal.SIGINT)
+        return spawn(*args, **settings)
+
+    ended: list[State] = []
+
+    async def main() -> None:
+        async with trio_jobs.open_jobs(":memory:") as jobs:
+            job, other = await jobs.enqueue(plain, None), await jobs.enqueue(plain, None)
+            await jobs.cancel(other)
+            monkeypatch.setattr(trio.lowlevel, "spawn_system_task", interrupted)
+            try:
+                await jobs.wait_finished(job)
+            except KeyboardInterrupt:
+                monkeypatch.undo()
+                with trio.fail_after(30):
+                    ended.append((await jobs.wait_finished(other)).state)
+
+    trio.run(main)
+    assert ended == [State.CANCELLED]
 
 
 async def test_when_the_last_has_gone_nothing_is_left_to_wait_for(mock_clock: MockClock) -> None:

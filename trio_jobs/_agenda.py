@@ -1,7 +1,7 @@
 """What a pool knows of the store without asking: whether to claim now, and when to look next.
 
 Pure bookkeeping. It is told what was heard and what claims answered; it never claims,
-sleeps or reads a clock.
+sleeps or reads a clock. All is called on the Trio thread, but for `claim_was_formed`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Agenda:
         self._heard_deadline = earliest(self._heard_deadline, deadline)
 
     def claim_was_formed(self) -> None:
-        """Whatever was heard until now, it will see."""
+        """Whatever was heard until now, it will see. Called by the writing thread, with the lock
+        of the store: what is heard from here on makes the pool ask again."""
         self.is_hungry = False
         self._look_at = None
         self._heard_due = self._heard_deadline = None

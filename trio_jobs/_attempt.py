@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
-import outcome
 import trio
 
 from . import _checks, _lifecycle
@@ -285,18 +284,20 @@ class Execution:
         codec = self.handler.kind.result_codec
         data = codec.encode(value, self._host.max_payload)
 
-        def done(result: outcome.Outcome[Any]) -> None:
+        def written() -> None:
             # In commit order: tasks that publish at the same time are woken in any.
-            if isinstance(result, outcome.Value) and result.value == [None]:
-                self.row = msgspec.structs.replace(self.row, result=data)
+            self.row = msgspec.structs.replace(self.row, result=data)
 
         while self.is_handling and not self.is_over:
-            [refused] = await self._host.bridge.apply([_lifecycle.published(self.row, data)], done)
+            change = _lifecycle.published(self.row, data)
+            refused = await self._host.bridge.apply(change, written)
             if refused is None:
                 return
             if refused.row is None or not self._is_held(refused.row):
                 self.lose()
-            elif refused.row.cancel_requested:
+                continue
+            self.row = refused.row
+            if self.row.cancel_requested:
                 self.cancel_was_requested()
         # Shielded: `lose` has cancelled this scope, and it is LeaseLost that tells why.
         await trio.lowlevel.cancel_shielded_checkpoint()

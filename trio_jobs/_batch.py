@@ -5,13 +5,13 @@ Nothing here knows a thread or Trio: `commit` is called where blocking is allowe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 import outcome
 
 from ._errors import StoreBusy, StoreError
-from ._model import Change, Claimed, Refused, Row
+from ._model import Claimed, Row
 from ._store import Store
 
 # More answers in one tick make the last of them late: 1000 tasks woken at once, 13 ms.
@@ -24,21 +24,26 @@ Done: TypeAlias = Callable[[outcome.Outcome[Any]], None]
 class Write:
     """What one caller wants written, and then what became of it.
 
-    `done` is called on the Trio thread when `result` holds the outcome. `items` may be a
-    function: then it is called when the batch is formed, so that what it says is fresh.
-    Where one of several changes fails, the result has its error in the place of an answer.
+    `done` is called on the Trio thread when `result` holds the outcome. Instead of `items` it may
+    have a function that gives them whenever a transaction has begun, so that what they say is
+    fresh. Where one of several changes fails, the result has its error in the place of an answer;
+    `is_unsure` if it is known of one of them that nobody knows its outcome.
 
     A claim with `unless` is a look: its result is None, and nothing was claimed, if that is
     still the store's version. Then `version` is what it is now.
     """
 
-    __slots__ = ("done", "is_taken", "items", "result", "unless", "verb", "version")
+    __slots__ = (
+        "done", "form", "is_taken", "is_unsure", "items", "result", "unless", "verb", "version",
+    )  # fmt: skip
 
     def __init__(self, verb: Verb, items: Any, done: Done | None = None) -> None:
         self.verb: Verb = verb
-        self.items = items
+        self.form: Callable[[], Any] | None = items if callable(items) else None
+        self.items: Any = items
         self.done = done
         self.is_taken = False
+        self.is_unsure = False
         self.result: outcome.Outcome[Any] | None = None
         self.unless: Hashable = None
         self.version: Hashable = None
@@ -57,41 +62,75 @@ def commit(
         with store.transaction():
             batch = take()
             for write in batch:
-                if callable(write.items):
-                    write.items = write.items()
+                if write.form is not None:
+                    write.items = write.form()
             results = _perform(store, batch)
         for write, result in zip(batch, results, strict=True):
             write.result = outcome.Value(result)
     except BaseException as error:  # noqa: ASYNC103 - an application's clock raises anything
         batch = batch or waited()
-        hopeless = isinstance(error, StoreBusy) or (
-            isinstance(error, StoreError) and (error.is_permanent or error.is_outcome_unknown)
-        )
-        for write in batch:
-            if not hopeless and len(batch) > 1:
-                _commit_alone(store, write)
-            elif not hopeless and write.verb == "apply" and len(write.items) > 1:
-                write.result = outcome.Value(_one_by_one(store, write.items))
-            else:
-                write.result = outcome.Error(copy_of(error))  # noqa: ASYNC104
+        if _is_for_all(error) or _is_unsure(error):
+            _fail(batch, error)
+        else:
+            _repeat(store, batch, error)  # noqa: ASYNC104
     return batch
+
+
+def _repeat(store: Store, batch: Sequence[Write], error: BaseException) -> None:
+    """One by one, so that none fails because of another; until all would."""
+    for number, write in enumerate(batch):
+        if len(batch) > 1:
+            _commit_alone(store, write)
+        elif write.verb == "apply" and len(write.items) > 1:
+            changes = [Write("apply", [change]) for change in write.items]
+            _repeat(store, changes, error)
+            write.result = outcome.Value([_answer_of(change) for change in changes])
+            write.is_unsure = any(change.is_unsure for change in changes)
+        else:
+            _fail([write], error)
+        of_all = next(filter(_is_for_all, _failures_of(write)), None)
+        if of_all is not None:
+            # Each would wait for the lock for as long once more, and nobody hears meanwhile.
+            _fail(batch[number + 1 :], of_all)
+            return
 
 
 def _commit_alone(store: Store, write: Write) -> None:
     commit(store, lambda: [write], lambda: [write])
 
 
-def _one_by_one(store: Store, changes: Sequence[Change]) -> list[Refused | BaseException | None]:
-    answers: list[Refused | BaseException | None] = []
-    for change in changes:
-        alone = Write("apply", [change])
-        _commit_alone(store, alone)
-        if isinstance(alone.result, outcome.Error):
-            answers.append(alone.result.error)
-        else:
-            assert isinstance(alone.result, outcome.Value)
-            answers += alone.result.value
-    return answers
+def _fail(batch: Sequence[Write], error: BaseException) -> None:
+    for write in batch:
+        write.result = outcome.Error(copy_of(error))
+        write.is_unsure = _is_unsure(error)
+
+
+def _is_for_all(error: BaseException) -> bool:
+    """The store refused whatever it would have been asked."""
+    return isinstance(error, StoreBusy) or (
+        isinstance(error, StoreError) and error.is_permanent and not error.is_outcome_unknown
+    )
+
+
+def _is_unsure(error: BaseException) -> bool:
+    return isinstance(error, StoreError) and error.is_outcome_unknown
+
+
+def _answer_of(write: Write) -> Any:
+    """To its one change: None, Refused, or an error."""
+    if isinstance(write.result, outcome.Error):
+        return write.result.error
+    assert isinstance(write.result, outcome.Value)
+    [answer] = write.result.value
+    return answer
+
+
+def _failures_of(write: Write) -> Iterable[BaseException]:
+    if isinstance(write.result, outcome.Error):
+        return [write.result.error]
+    if write.verb != "apply" or not isinstance(write.result, outcome.Value):
+        return []
+    return [answer for answer in write.result.value if isinstance(answer, BaseException)]
 
 
 def _perform(store: Store, batch: Sequence[Write]) -> list[Any]:

@@ -149,11 +149,16 @@ class Bridge:
         return result
 
     async def apply(
-        self, changes: Sequence[Change], done: Done | None = None
-    ) -> list[Refused | None]:
-        """`done` hears of the outcome in the order of the commits, before anybody is woken."""
-        result: list[Refused | None] = await self._write("apply", changes, done)
-        return result
+        self, change: Change, written: Callable[[], None] = lambda: None
+    ) -> Refused | None:
+        """`written` is called in the order of the commits, before anybody is woken."""
+
+        def done(result: outcome.Outcome[Any]) -> None:
+            if isinstance(result, outcome.Value) and result.value == [None]:
+                written()
+
+        refused: list[Refused | None] = await self._write("apply", [change], done)
+        return refused[0]
 
     async def renew(self, fences: Sequence[Fence], until: Instant) -> dict[Fence, bool]:
         # A cancelled renewal may go on, so it does not hold up a stop: nobody needs its answer.
@@ -231,7 +236,7 @@ class Bridge:
     def withdraw(self, write: Write) -> bool:
         """Take it back; False if it is in a transaction already."""
         with self._gathered:
-            if write.is_taken:
+            if write not in self._pending:
                 return False
             del self._pending[write]
         self._end(1)
@@ -241,7 +246,7 @@ class Bridge:
 
     @trio.lowlevel.enable_ki_protection
     async def read(self, call: Callable[[Store], T]) -> T:
-        """Call one of the store's reading verbs."""
+        """Call one of the store's reading verbs. Cancelled, it goes on alone, until `close`."""
         self.raise_if_closed()
         self.raise_if_elsewhere()
         if self._store.inline:
@@ -250,7 +255,9 @@ class Bridge:
             return call(self._store)
         self._begin()
         try:
-            return await trio.to_thread.run_sync(call, self._store, limiter=self._readers)
+            return await trio.to_thread.run_sync(
+                call, self._store, abandon_on_cancel=True, limiter=self._readers
+            )
         except StoreError:
             self.raise_if_closed()  # closed while it waited for its turn
             raise
@@ -307,11 +314,7 @@ class Bridge:
             assert write.result is not None
             if isinstance(write.result, outcome.Value):
                 rows += committed_rows(write.verb, write.items, write.result.value)
-            elif isinstance(write.result, outcome.Error):
-                error = write.result.error
-                is_unsure = is_unsure or (
-                    isinstance(error, StoreError) and error.is_outcome_unknown
-                )
+            is_unsure = is_unsure or write.is_unsure
             if write.done is not None:
                 _call_safely(write.done, write.result)
         if rows:

@@ -11,7 +11,7 @@ import logging
 import os
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, Literal, Protocol
 
 from . import _drivers
@@ -154,9 +154,9 @@ class Connections:
             raise
 
     def close(self, leave: Callable[[], None]) -> None:
-        """End every wait for a lock, and call `leave` before the file is let go."""
+        """End every wait for a lock and every read, and call `leave` before the file is let go."""
         self._is_closing = True
-        with self.writing, self.reading, self.checkpointing:
+        with self.writing, self._reading_ended(), self.checkpointing:
             leave()
             for connection in (self.reader, self.checkpointer, self.writer):
                 if connection is not None:
@@ -164,6 +164,16 @@ class Connections:
             if self.writer is not None and self.file is not None:
                 _drivers.leave_file(self.file, self._driver)
             self.reader = self.checkpointer = self.writer = None
+
+    @contextlib.contextmanager
+    def _reading_ended(self) -> Iterator[None]:
+        # Again and again: what is interrupted before it has begun does not hear of it.
+        while not self.reading.acquire(timeout=0.05):
+            need(self.reader).interrupt()
+        try:
+            yield
+        finally:
+            self.reading.release()
 
     # Using them.
 

@@ -59,6 +59,10 @@ class Connection(Protocol):
         """
         ...
 
+    def interrupt(self) -> None:
+        """End the statement that another thread is running, with an error."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -90,6 +94,9 @@ class Sqlite3Connection:
             return self._cursor.execute(sql, values).fetchall()
         except sqlite3.Error as error:
             raise _sqlite3_error(error) from error
+
+    def interrupt(self) -> None:
+        self._connection.interrupt()
 
     def close(self) -> None:
         self._connection.close()
@@ -123,6 +130,9 @@ class ApswConnection:
             return self._cursor.execute(sql, values).fetchall()
         except self._error as error:
             raise _apsw_error(error) from error
+
+    def interrupt(self) -> None:
+        self._connection.interrupt()
 
     def close(self) -> None:
         self._connection.close()

@@ -3,11 +3,13 @@
 The loops only carry values. What to claim is a value for the store, what an end means is
 decided in `_lifecycle`, an attempt is read in `_attempt`. Every method without `await`
 runs to its end on the Trio thread. One thing is called from the writing thread: the
-function in `Pool._new_claim` that forms a claim. It reads numbers of workers and of what is
+function in `Pool.new_claim` that forms a claim. It reads numbers of workers and of what is
 ready, and how short kinds are, at any moment; a row more or less is handed back or claimed
-by the next.
+by the next. And it tells the agenda that whatever was heard until now will be seen
+(`Agenda.claim_was_formed`): before it reads anything, so that what is heard meanwhile is
+never taken for seen.
 
-The way of a job: `Jobs.enqueue` -> `Bridge.add` -> `Pool.claim_for` (or `Pool.heard`, or the
+The way of a job: `Jobs.enqueue` -> `Bridge.add` -> `Pool.new_claim` (or `Pool.heard`, or the
 poller) -> `store.claim` -> `Pool._claimed` -> `Workers.give` -> `Execution.run` -> `Ends.add`
 -> `Ends.write` -> `store.apply` -> `Ends._settle` -> `Engine.wrote`.
 """
@@ -23,7 +25,7 @@ import outcome
 import trio
 
 from ._attempt import Execution, Host, Stop
-from ._batch import Done, Write
+from ._batch import Done
 from ._clock import microseconds
 from ._errors import StoreError
 from ._handler import Attempt, Fail
@@ -166,7 +168,7 @@ class Engine:
                         self.nursery.cancel_scope.cancel()
         except* trio.ClosedResourceError as closed:
             # The block of open_jobs has ended around us; one of the loops was the first to see.
-            self._fatal = closed.exceptions[0]
+            self.fail(closed.exceptions[0])
         finally:
             self.jobs._watchers.pop(self)
             self._over.set()
@@ -200,6 +202,8 @@ class Engine:
         return guarded
 
     async def _wind_down(self) -> None:
+        for pool in self._pools:
+            pool.withdraw_claim()  # it may wait for the lock for longer than all there is to do
         # A drain has no bound of its own, but a cancellation may come on top of it.
         await self._until(lambda: self.is_hurried or self._is_nothing_in_hand())
         for pool in self._pools:
@@ -378,9 +382,8 @@ class Engine:
 
     # What `Jobs` tells it.
 
-    def claims_for(self, jobs: Sequence[NewJob]) -> list[Write]:
-        claims = (pool.claim_for(jobs) for pool in self._pools)
-        return [claim for claim in claims if claim is not None]
+    def claimants(self, jobs: Sequence[NewJob]) -> list[Pool]:
+        return [pool for pool in self._pools if pool.may_take(jobs)]
 
     def heard(self, rows: Sequence[Row]) -> None:
         queued = {row.kind for row in rows if row.state is State.QUEUED}

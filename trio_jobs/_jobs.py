@@ -35,11 +35,19 @@ R = TypeVar("R")
 _MAX_ID = 2**63 - 1
 
 
+class Claimant(Protocol):
+    """A pool of a runner, as `Jobs` sees it."""
+
+    def new_claim(self, now: Instant) -> Write:
+        """A claim that the caller is to submit at once: the pool waits for its answer."""
+        ...
+
+
 class Watcher(Protocol):
     """A runner, as `Jobs` sees it."""
 
-    def claims_for(self, jobs: Sequence[NewJob]) -> list[Write]:
-        """Claims that may take some of these, which are about to be added."""
+    def claimants(self, jobs: Sequence[NewJob]) -> Sequence[Claimant]:
+        """Who may take some of these, which are about to be added."""
         ...
 
     def heard(self, rows: Sequence[Row]) -> None:
@@ -304,7 +312,7 @@ class Jobs:
             change = _lifecycle.cancelled(row, self._clock.now())
             if change is None:
                 return not row.state.is_final
-            [refused] = await self._bridge.apply([change])
+            refused = await self._bridge.apply(change)
             if refused is None:
                 return True
             row = _existing(refused.row, row.id)
@@ -327,7 +335,7 @@ class Jobs:
                     f"job {row.id} ({row.kind}) is {row.state.value}; "
                     "only a failed, dead or cancelled job can be retried"
                 ) from None
-            [refused] = await self._bridge.apply([change])
+            refused = await self._bridge.apply(change)
             if refused is None:
                 return Job(change.after, _codec_for(id, None))
             now = _existing(refused.row, row.id)
@@ -372,7 +380,12 @@ class Jobs:
         )
 
     def _claims_for(self, jobs: Sequence[NewJob]) -> list[Write]:
-        return [claim for watcher in self._watchers for claim in watcher.claims_for(jobs)]
+        claimants = [one for watcher in self._watchers for one in watcher.claimants(jobs)]
+        if not claimants:
+            return []
+        # An application's clock may raise. Not after the first has made its claim.
+        now = self._clock.now()
+        return [claimant.new_claim(now) for claimant in claimants]
 
     def _tell(self, rows: Sequence[Row]) -> None:
         self._hub.tell(rows)

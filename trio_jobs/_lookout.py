@@ -59,10 +59,10 @@ class Lookout:
     def wanted(self) -> Iterator[None]:
         """Somebody wants to know, inside the block."""
         self._wanting += 1
-        self._is_wanted.set()
-        if self._scope is None:
-            self._start()
         try:
+            self._is_wanted.set()
+            if self._scope is None:
+                self._start()
             yield
         finally:
             self._wanting -= 1

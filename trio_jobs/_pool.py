@@ -52,7 +52,7 @@ class Pool:
         """The store's at the latest look."""
         self._may_be_new_kinds = trio.Event()
         self._held: frozenset[int] = frozenset()
-        """What that claim leaves alone, because it was in hand when it was made."""
+        """What the claim under way leaves alone, because it was in hand when it was made."""
         self._is_one_free = False
         """One of those is queued again, and no claim has seen it."""
 
@@ -70,17 +70,15 @@ class Pool:
         self.workers.adopt(handlers)
         self.wake()
 
-    def claim_for(self, jobs: Sequence[NewJob]) -> Write | None:
-        """A claim that goes to the store together with these new jobs, if it may take one."""
-        if (
+    def may_take(self, jobs: Sequence[NewJob]) -> bool:
+        """Whether a claim that goes to the store together with these new jobs may take one."""
+        return (
             self._has_room()
             and not self.is_claiming
             and self._engine.may_claim
             and self._agenda.may_claim(self._engine.decision_now())
             and any(job.kind in self._handlers and job.run_at <= job.enqueued_at for job in jobs)
-        ):
-            return self._new_claim()
-        return None
+        )
 
     def heard(self, row: Row) -> None:
         """A queued row was committed in this process."""
@@ -269,7 +267,8 @@ class Pool:
 
     def _claim(self, *, is_look: bool = False) -> None:
         if not self.is_claiming:
-            write = self._new_claim()
+            self._bridge.raise_if_closed()
+            write = self.new_claim(self._clock.now())
             write.unless = self._version if is_look and not self._agenda.is_hungry else None
             self._bridge.submit(write)
 
@@ -278,8 +277,9 @@ class Pool:
         if self._claim_under_way is not None:
             self._claim_under_way.unless = None
 
-    def _new_claim(self) -> Write:
-        allowance = self._engine.probation.reserve(self._clock.now())
+    def new_claim(self, now: Instant) -> Write:
+        """To be submitted at once: nothing more is claimed until its answer is here."""
+        allowance = self._engine.probation.reserve(now)
         held = self._held = self._engine.held_ids()
 
         # Called by the writing thread when its batch is formed: the room is that of the last
@@ -407,4 +407,4 @@ class Pool:
         self.ends.add(execution, end)
 
     def _next_claims(self) -> Sequence[Write]:
-        return [self._new_claim()] if self._wants_claim() else []
+        return [self.new_claim(self._clock.now())] if self._wants_claim() else []

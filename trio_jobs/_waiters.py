@@ -41,6 +41,7 @@ class Waiters:
     def __len__(self) -> int:
         return len(self._waiters)
 
+    @trio.lowlevel.enable_ki_protection
     async def wait(self, id: int, poll: float) -> Row | None:
         """The row once it has ended, None if there is none. Raises what reading it raises."""
         waiter = _Waiter(poll, self._reads)

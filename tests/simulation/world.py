@@ -385,6 +385,9 @@ class SimulatedConnection:
             return faults.strike(fault, process, self._inner, sql, values)
         return self._inner.execute(sql, values)
 
+    def interrupt(self) -> None:
+        self._inner.interrupt()
+
     def close(self) -> None:
         if self._process.is_alive:
             self._inner.close()
