@@ -15,6 +15,7 @@ Simulated processes, in virtual time:
     faults       what can go wrong with a statement; `witness` hears what the library logs
     handlers     what jobs do; `clients` what is asked for
     runs         one run: chaos, healing, and the verdict; `many` of them in several processes
+    work         counts what a run does, and breaks off one without an end
     visits       what is asked for when all is healed
     coverage     which rare ways a run went
     shrink       makes a failing plan small; `report` prints it; `kept` has those of the past

@@ -412,5 +412,7 @@ class Evidence:
     """Nanoseconds by which two `at` of different processes may be wrong."""
     max_log: int = 32_000_000
     """Bytes the write-ahead log may have at rest."""
+    endless: str = ""
+    """What was done over and over when the run was broken off; "" if it came to an end."""
     starts_are_complete: bool = True
     """Every start of a handler is in the history (a process may die before it has written it)."""

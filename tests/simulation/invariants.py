@@ -53,6 +53,7 @@ PROMISES: Final[Mapping[str, str]] = {
     "I16": "when all is healed everything ends, and in time",
     "I17": "the file is sound, and its log short",
     "I18": "nothing of a payload is logged, or stored in a failure",
+    "I19": "nobody does the same over and over without an end",
 }
 """In a sentence, for a report; the docstrings of the judges say all of it. (These numbers are not
 those of any other list.)"""
@@ -87,6 +88,7 @@ CHECKERS: Final[Sequence[tuple[str, Callable[[Timeline], Found]]]] = [
     ("I16", times.refused_ends_are_written_again),
     ("I17", runs.the_file_is_sound),
     ("I18", runs.nothing_is_told),
+    ("I19", runs.nobody_spins),
 ]
 
 

@@ -1,5 +1,6 @@
 """Promises about the whole: I9 answers are true, I14 nobody is left in a transaction, I15 nothing
-fails by itself, I16 everything ends in time, I17 the file is sound, I18 nothing is told."""
+fails by itself, I16 everything ends in time, I17 the file is sound, I18 nothing is told, I19 nobody
+spins."""
 
 from __future__ import annotations
 
@@ -287,3 +288,9 @@ def nothing_is_told(timeline: Timeline) -> Found:
         for word, what in ((canary, "a payload"), (raised, "the text of an exception")):
             if word and word in told:
                 yield step.job, f"{what} is in its failure: {told}"
+
+
+def nobody_spins(timeline: Timeline) -> Found:
+    """I19: a run comes to an end with the work that others need for theirs."""
+    if timeline.evidence.endless:
+        yield None, timeline.evidence.endless

@@ -125,10 +125,9 @@ def run(
             steps.call(partial(life.end, by_stop=True))
             instruments.append(steps)
         with scheduling(plan.seed), witnessed(world.history), frozen_tasks_do_not_run():
-            rest = trio.run(life.live, clock=clock, instruments=instruments)
+            rest = life.lived(instruments)
         with contextlib.closing(apsw.Connection(path)) as connection:
             audit = audit_of(*(connection.execute(query).fetchall() for query in AUDIT_QUERIES))
-    healed_at = life.healed_at
     evidence = Evidence(
         history=world.history,
         audit=audit,
@@ -139,9 +138,10 @@ def run(
         canary=CANARY,
         raised=RAISED,
         rest=rest,
-        settle_by=healed_at + round(time_to_settle(plan, world.history, audit, healed_at) * 1e9),
-        calm_since=life.calm_since,
+        settle_by=None if rest is None else life.settle_by(audit),
+        calm_since=None if rest is None else life.calm_since,
         prompt=round(PROMPT * 1e9),
+        endless=world.work.endless,
     )
     violations = [Violation("crash", None, text) for text in world.broken]
     violations += check_all(evidence)
@@ -192,6 +192,20 @@ class _Run:
         self.healed_at = 0
         self.calm_since: int | None = None
         self.visits = Visits(world, self.kinds, HEALTHY, self.launch, prompt=PROMPT)
+
+    def lived(self, instruments: Sequence[trio.abc.Instrument]) -> Rest | None:
+        """None if that had no end."""
+        try:
+            return trio.run(self.live, clock=self.world.clock, instruments=instruments)
+        except BaseException:  # Trio takes it for a fault of its own
+            if not self.world.work.endless:
+                raise
+            self.world.work.close()
+            return None
+
+    def settle_by(self, audit: Audit) -> int:
+        seconds = time_to_settle(self.plan, self.world.history, audit, self.healed_at)
+        return self.healed_at + round(seconds * 1e9)
 
     async def live(self) -> Rest:
         async with trio.open_nursery() as self.nursery:

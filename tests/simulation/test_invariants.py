@@ -155,7 +155,7 @@ def test_a_good_history_is_good(case: Case) -> None:
 
 def test_every_promise_has_its_judge() -> None:
     judged = {name for name, _ in CHECKERS}
-    assert judged == PROMISES.keys() == {f"I{number}" for number in range(1, 19) if number != 12}
+    assert judged == PROMISES.keys() == {f"I{number}" for number in range(1, 20) if number != 12}
 
 
 # I1.
@@ -1086,6 +1086,12 @@ def test_a_bad_end(case: Case, invariant: str, rest: dict[str, Any]) -> None:
     case.rest.update(rest)
 
     assert case.broken() == {invariant}
+
+
+def test_a_run_without_an_end(case: Case) -> None:
+    case.settings |= {"endless": "1,000 times the same"}
+
+    assert case.broken() == {"I19"}
 
 
 @pytest.mark.parametrize("faults", [0, 1])

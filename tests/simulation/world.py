@@ -31,6 +31,7 @@ from trio_jobs.testing import EPOCH
 from . import faults
 from .evidence import Fault, History, Life
 from .plan import Plan, ProcessPlan, StatementFault
+from .work import Work
 
 if TYPE_CHECKING:
     from .store import SimulatedStore
@@ -60,6 +61,7 @@ class World:
         self.processes: list[Process] = []
         self.full_until = -math.inf
         self.is_healed = False
+        self.work = Work(self.break_off)
         self.broken: list[str] = []
         """What should not happen to a process: tracebacks."""
         self.starts_of: Counter[str] = Counter()
@@ -198,6 +200,11 @@ class World:
             process.broken_until = -math.inf
             process.thaw()
 
+    def break_off(self) -> None:
+        """The run has no end: nothing that anybody does from here on is evidence."""
+        for process in self.processes:
+            process.vanish()
+
     def is_dead(self, process: Identity, here: Identity) -> bool:
         """What the operating system knows: only of its own machine."""
         if process.place != here.place:
@@ -270,24 +277,30 @@ class Process:
     def kill(self) -> None:
         """As kill -9 leaves it."""
         if self.is_alive:
-            self.life.killed_at = self.world.tick()
-            self._end()
+            self.vanish()
+            self.over.set()
             self.thaw()
             self.scope.cancel()
             for shield in self.shields:
                 shield.cancel()
+
+    def vanish(self) -> None:
+        """Killed, and nobody hears of it."""
+        if self.is_alive:
+            self.life.killed_at = self.world.tick()
+            self._end()
 
     def ended(self) -> None:
         """It came to its end by itself."""
         if self.is_alive:
             self.life.ended_at = self.world.tick()
             self._end()
+            self.over.set()
 
     def _end(self) -> None:
         self.is_alive = False
         for native in self.natives:
             native.close(True)
-        self.over.set()
 
     @contextlib.contextmanager
     def shield(self) -> Iterator[None]:
@@ -368,6 +381,7 @@ class SimulatedConnection:
     def execute(self, sql: str, values: Values = ()) -> list[Record]:
         process = self._process
         world = process.world
+        world.work.add(process.name, sql)
         if not process.is_alive:
             raise faults.ProcessIsDead
         world.note_statement(process.name, sql, values)
@@ -395,7 +409,7 @@ class SimulatedConnection:
 
 @contextlib.contextmanager
 def frozen_tasks_do_not_run() -> Iterator[None]:
-    """Tasks of frozen processes are scheduled when these thaw."""
+    """Tasks of frozen processes are scheduled when these thaw. (And what all do is counted.)"""
     original = trio_run.Runner.reschedule
 
     def reschedule(
@@ -405,10 +419,13 @@ def frozen_tasks_do_not_run() -> Iterator[None]:
     ) -> None:
         original(runner, task, next_send)
         process = process_of(task)
-        if process is not None and process.is_frozen:
+        if process is None:
+            return
+        if process.is_frozen:
             assert runner.runq[-1] is task
             runner.runq.pop()
             process.stash(task)
+        process.world.work.add(process.name, task.name)
 
     trio_run.Runner.reschedule = reschedule  # type: ignore[method-assign, assignment]
     try:
