@@ -23,7 +23,7 @@ Simulated processes, in virtual time:
     mutants      small mistakes in a copy of the library, to see whether they are found
 
 The commands are in `__main__`, `sweep`, `power`, `processes` and `mutants`; `options` has what they
-share.
+share, and `progress` says how far they are.
 
 Power cuts:
 

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 import click
 from rich.console import Console
-from rich.progress import Progress
 
 from . import mutants, power, processes, report, sweep
 from .flavours import draw
 from .many import ENOUGH, Summary, run_many
 from .options import first_option, refuse_beside
+from .progress import INTERRUPTED, telling
 from .runs import run
 from .shrink import shrink
 
@@ -67,13 +67,15 @@ def main(
     began = time.monotonic()
     until = None if minutes is None else began + 60 * minutes
     numbers = itertools.count(first) if seeds is None else iter(range(first, first + seeds))
-    with Progress(console=console) as progress:
-        task = progress.add_task("runs", total=seeds)
+    known: set[int] = set()
+    with telling(console, "runs", seeds) as told:
 
-        def note(summary: Summary) -> None:
-            rate = summary.runs / (time.monotonic() - began)
-            text = f"{rate:.1f} runs a second, {len(summary.failed)} broken"
-            progress.update(task, completed=summary.runs, description=text)
+        def note(summary: Summary) -> bool:
+            for failed in set(summary.failed) - known:
+                known.add(failed)
+                told.say(f"broken: --seed {failed}")
+            told.at(summary.runs, len(summary.failed))
+            return told.is_interrupted
 
         summary = run_many(numbers, workers, until, note)
     took = time.monotonic() - began
@@ -82,13 +84,14 @@ def main(
         console.print(line, markup=False)
     rate = summary.runs / took
     broken = len(summary.failed)
-    told = f"{summary.runs:,} runs in {took:.0f} s, {rate:.1f} a second, {broken} broken"
-    console.print(told, markup=False)
+    how = "interrupted: " if told.is_interrupted else ""
+    told.say(f"{how}{summary.runs:,} runs in {took:.0f} s, {rate:.1f} a second, {broken} broken")
     if summary.failed:
         enough = "; no more were run" if broken >= ENOUGH else ""
         console.print(f"broken seeds: {', '.join(map(str, sorted(summary.failed)))}{enough}")
-        _one(console, min(summary.failed), None, shrinks)
-        sys.exit(1)
+        _one(console, min(summary.failed), None, shrinks and not told.is_interrupted)
+    if summary.failed or told.is_interrupted:
+        sys.exit(INTERRUPTED if told.is_interrupted else 1)
 
 
 def _one(console: Console, seed: int, only: Sequence[str] | None, shrinks: bool) -> int:

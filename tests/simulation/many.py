@@ -6,12 +6,12 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from typing import Final
 
 from .flavours import draw
+from .progress import pool
 from .runs import run
 
 _CHUNK: Final = 10
@@ -52,33 +52,35 @@ def run_many(
     numbers: Iterator[int],
     workers: int,
     until: float | None,
-    note: Callable[[Summary], None] = lambda summary: None,
+    note: Callable[[Summary], bool] = lambda summary: False,
 ) -> Summary:
     """Run these seeds in so many processes, until there are no more, or that instant of
-    `time.monotonic`, or enough have failed. `note` hears how far it is."""
+    `time.monotonic`, or enough have failed. `note` hears how far it is, and says
+    whether that is enough."""
     summary = Summary()
+    is_enough = False
 
     def is_over() -> bool:
         late = until is not None and time.monotonic() >= until
-        return late or len(summary.failed) >= ENOUGH
+        return is_enough or late or len(summary.failed) >= ENOUGH
 
     def done(some: Summary) -> None:
+        nonlocal is_enough
         summary.add(some)
-        note(summary)
+        is_enough = note(summary)
 
     if workers == 1:
         while not is_over() and (chunk := list(itertools.islice(numbers, _CHUNK))):
             done(runs_of(chunk))
         return summary
     waiting: set[Future[Summary]] = set()
-    # Not forked: a child must not inherit what this process has open.
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with pool(workers) as processes:
         while True:
             while len(waiting) < 2 * workers and not is_over():
                 chunk = list(itertools.islice(numbers, _CHUNK))
                 if not chunk:
                     break
-                waiting.add(pool.submit(runs_of, chunk))
+                waiting.add(processes.submit(runs_of, chunk))
             if not waiting:
                 return summary
             ready, waiting = wait(waiting, return_when=FIRST_COMPLETED)

@@ -12,14 +12,11 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from typing import Final
 
 import click
 from rich.console import Console
-from rich.progress import Progress
 
 from trio_jobs._drivers import Values
 
@@ -27,6 +24,7 @@ from . import report
 from .faults import is_write
 from .options import refuse_beside
 from .plan import Act, ClientStep, FaultName, KindPlan, Plan, StatementFault
+from .progress import INTERRUPTED, pool, telling
 from .runs import HEALTHY, Result, Steps, run
 
 WITHIN: Final = 20
@@ -43,6 +41,8 @@ PAIRS: Final[Sequence[tuple[FaultName, FaultName]]] = (
     ("full", "I/O error"),
 )
 _MANY: Final = 20
+_CHUNK: Final = 8
+"""Cases that go to another process together: an interrupt waits for a few of these."""
 LASTS: Final = 2.0
 """Seconds that a fault lasts which does not go away at once."""
 
@@ -261,27 +261,30 @@ def main(context: click.Context, with_pairs: bool, every: int, name: str | None)
     )
     failed: list[tuple[Case, list[str]]] = []
     began = time.monotonic()
-    # Not forked: a child must not inherit what this process has open.
-    with Progress(console=console) as progress, _pool() as pool:
-        task = progress.add_task("cases", total=len(cases))
-        for case, broken in zip(cases, pool.map(broken_by, cases, chunksize=16), strict=True):
-            progress.advance(task)
+    done = 0
+    with telling(console, "cases", len(cases)) as told, pool() as workers:
+        for case, broken in zip(
+            cases, workers.map(broken_by, cases, chunksize=_CHUNK), strict=True
+        ):
+            done += 1
             if broken:
                 failed.append((case, broken))
+                told.say(f'broken: --case "{case}"')
+            told.at(done, len(failed))
+            if told.is_interrupted:
+                workers.shutdown(cancel_futures=True)
+                break
     took = time.monotonic() - began
-    rate = len(cases) / took
     console.print(
-        f"{len(cases):,} cases in {took:.0f} s, {rate:.1f} a second, {len(failed)} broken"
+        f"{'interrupted: ' if told.is_interrupted else ''}"
+        f"{done:,} cases in {took:.0f} s, {done / took:.1f} a second, {len(failed)} broken"
     )
     for case, broken in failed[:_MANY]:
         console.print(f'  --case "{case}": {report.brief(broken[0])}', markup=False)
     if len(failed) > _MANY:
         console.print(f"  and {len(failed) - _MANY} more")
-    sys.exit(_show(console, failed[0][0]) if failed else 0)
-
-
-def _pool() -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(mp_context=get_context("spawn"))
+    code = _show(console, failed[0][0]) if failed else 0
+    sys.exit(INTERRUPTED if told.is_interrupted else code)
 
 
 def _show(console: Console, case: Case) -> int:
