@@ -186,8 +186,9 @@ class _Acting:
             publication.answered_at = self.process.world.tick()
 
     async def publish_late(self, seconds: float) -> None:
-        """The attempt is over then, and its fence with it."""
-        await trio.sleep(seconds)
+        """The handler has ended then; if only just, its end is not written yet."""
+        if seconds:
+            await trio.sleep(seconds)
         try:
             await self.publish("late")
         except (LeaseLost, StoreError, trio.ClosedResourceError):
