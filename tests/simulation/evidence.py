@@ -120,6 +120,8 @@ class Life:
     """The orderly end."""
     runners: int | None = None
     """How many there were in it; None where that is not known."""
+    news_takes: int = 0
+    """For so many nanoseconds it may not know of what it has itself committed."""
 
 
 @dataclass(slots=True)

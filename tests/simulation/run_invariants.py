@@ -90,8 +90,12 @@ def _reading_is_true(timeline: Timeline, call: Call) -> Found:
         yield call.job, f"wait_finished did not wait: {call.states}"
     if len(call.ids) != len(call.states):
         yield call.job, f"{call.verb} gave the jobs {call.ids} in the states {call.states}"
+    since = call.invoked_at
+    if call.verb == "wait_finished":
+        # The news of an end may have been under way when it was asked for, and the job be gone.
+        since -= timeline.news_takes.get(call.process, 0)
     for job, state in zip(call.ids, call.states, strict=False):
-        images = list(timeline.images(job, call.invoked_at, call.answered_at))
+        images = list(timeline.images(job, since, call.answered_at))
         if not any(image and image.state == state for image in images):
             yield job, f"{call.verb} said {state}: {images}"
 

@@ -878,6 +878,24 @@ def test_an_answer_about_a_job_that_there_is_not(case: Case, verb: Any) -> None:
     assert case.broken() == {"I9"}
 
 
+@pytest.mark.parametrize(
+    ("news_takes", "verb", "broken"),
+    [(1000, "wait_finished", set()), (5, "wait_finished", {"I9"}), (1000, "get", {"I9"})],
+)
+def test_news_of_an_end_that_comes_when_the_job_is_gone(
+    case: Case, news_takes: int, verb: Any, broken: set[str]
+) -> None:
+    case.history.lives[0].news_takes = news_takes
+    case.enqueue()
+    case.finish(case.claim())
+    case.steps.append(Step(case.now(), case.moment, "a", case.moment, 1, case.images.pop(1), None))
+    case.history.call(verb, "client", case.now(), job=1).ok(
+        case.now(), ids=(1,), states=("succeeded",)
+    )
+
+    assert case.broken() == broken
+
+
 @pytest.mark.parametrize("verb", ["cancel", "retry", "get", "history"])
 def test_a_job_that_was_there_and_is_not_found(case: Case, verb: Any) -> None:
     case.enqueue()

@@ -58,6 +58,9 @@ class Timeline:
             for life in evidence.history.lives
             if life.identity is not None
         }
+        self.news_takes = {
+            life.process: life.news_takes for life in evidence.history.lives if life.news_takes
+        }
         self._dead_since = {
             life.process: at
             for life in evidence.history.lives

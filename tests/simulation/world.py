@@ -249,6 +249,7 @@ class Process:
             world.note_fault("slow answers", self)
         self.life: Life = world.history.life(self.name, world.tick(), self.identity)
         self.life.runners = settings.runners
+        self.life.news_takes = round((settings.latency + settings.answers) * 1e9)
 
     # What it sees of the world.
 
