@@ -8,6 +8,7 @@ does neither is not seen, and hangs.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
@@ -82,12 +83,15 @@ class Work:
     def close(self) -> None:
         """End what a run that was broken off has left, before another one begins."""
         runner, self._runner = self._runner, None
-        tasks = [] if runner is None else list(runner.tasks)
-        nurseries = [nursery for task in tasks for nursery in task.child_nurseries]
-        for task in tasks:
+        if runner is None:
+            return
+        # All there are: its task may have left it already.
+        nurseries = [thing for thing in gc.get_objects() if isinstance(thing, trio.Nursery)]
+        for task in list(runner.tasks):
             _end(task.coro)
         for nursery in nurseries:
-            nursery._children.clear()  # else it complains
+            if nursery.parent_task._runner is runner:
+                nursery._children.clear()  # else it complains
 
 
 _never_end: Final[list[Coroutine[Any, Any, Any]]] = []
