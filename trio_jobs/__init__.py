@@ -13,7 +13,8 @@
 # What callers use: _jobs, and see: _job; _waiters for those who wait for ends. What runs
 # handlers: _runner, in front of _engine. A job's way is _pool (it is claimed, as _agenda says),
 # _workers (it waits for one, as _pace says), _attempt (one start), _ends (its end is written);
-# beside it _keeper (leases and limits) and _probation (lost jobs), and _statistics counts.
+# beside it _keeper (leases and limits), _probation (lost jobs) and _unhandled (kinds that nobody
+# here handles), and _statistics counts.
 # The command: __main__, with _work, _display and the example, _demo.
 # Settings: _checks, _retry.
 

@@ -17,9 +17,9 @@ poller) -> `store.claim` -> `Pool._claimed` -> `Workers.give` -> `Execution.run`
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final
 
 import outcome
 import trio
@@ -28,17 +28,14 @@ from ._attempt import Execution, Host, Stop
 from ._batch import Done
 from ._clock import microseconds
 from ._errors import StoreError
-from ._handler import Attempt, Fail
 from ._jobs import Jobs
 from ._keeper import Keeper
-from ._kinds import Handler, Kind
+from ._kinds import Handler
 from ._model import Change, Claimed, ClaimedJob, Fence, Instant, NewJob, Row, State
 from ._pool import Pool
 from ._probation import Probation
 from ._statistics import Statistics, Tally
-
-Unhandled: TypeAlias = Literal["leave", "fail"] | Callable[[str, bytes], Awaitable[None]]
-"""What becomes of kinds nobody gave a handler for."""
+from ._unhandled import Unhandled, UnknownKinds
 
 CLEAN_UP: Final = 2.0
 """Seconds a cancelled handler has for its clean-up before the log names it."""
@@ -84,9 +81,6 @@ class Engine:
         self.probation = Probation()
         self.nursery: trio.Nursery
         self._grace = grace
-        self._known = known
-        self._unhandled_rule: Unhandled = unhandled
-        self._unhandled: set[str] = set()
         self.host = Host(
             jobs=jobs,
             bridge=self.bridge,
@@ -102,6 +96,14 @@ class Engine:
             self.bridge, self.clock, poll=poll, lease=self.lease, met_trouble=self.met_trouble
         )
         self._pools = [Pool(self, served, workers) for served, workers in pools]
+        self.unknown_kinds = UnknownKinds(
+            self.bridge,
+            known,
+            unhandled,
+            poll=poll,
+            adopt=self._pools[0].adopt,
+            failed=self._cannot_look_for_kinds,
+        )
         self._spent: set[int] = set()
         self._tally = Tally()
         self._unwritten: set[Execution] = set()
@@ -121,7 +123,7 @@ class Engine:
 
     def statistics(self) -> Statistics:
         """Counts since the start."""
-        return self._tally.statistics(len(self._keeper.handling()), self._unhandled)
+        return self._tally.statistics(len(self._keeper.handling()), self.unknown_kinds.met)
 
     # Its life.
 
@@ -154,7 +156,7 @@ class Engine:
                         self.nursery.start_soon(self._keeper.keep_leases)
                         self.nursery.start_soon(self._keeper.watch_limits)
                         if self.once is None:
-                            self.nursery.start_soon(self._pools[0].meet_kinds)
+                            self.nursery.start_soon(self.unknown_kinds.watch)
                         for pool in self._pools:
                             self.nursery.start_soon(pool.poll)
                             self.nursery.start_soon(pool.ends.write)
@@ -348,6 +350,10 @@ class Engine:
         if error.is_permanent or self.once is not None:
             self.fail(error)
 
+    def _cannot_look_for_kinds(self, error: StoreError) -> None:
+        self.met_trouble(error, "the store could not be read")
+        self._pools[0].wake()  # a claim that goes well ends the trouble
+
     def cannot_write_end(self, execution: Execution, error: StoreError) -> None:
         """It is tried again; until it is written, the trouble shows."""
         self._unwritten.add(execution)
@@ -362,33 +368,13 @@ class Engine:
         if not self._unwritten:
             self._tally.worked_again()
 
-    def looks_for_unhandled(self, pool: Pool) -> bool:
-        return pool is self._pools[0]
-
-    def meet(self, kinds: Iterable[str]) -> None:
-        """Jobs of these kinds are waiting: see whether somebody handles them."""
-        names = set(kinds) - self._known - self._unhandled
-        self._unhandled |= names
-        if self._unhandled_rule == "leave":
-            for name in names:
-                _log.warning("jobs of kind %r wait, and nobody here handles them", name)
-            return
-        # Only by hand can a row have a name that no kind may have; it stays queued.
-        possible = [name for name in names if name and "\0" not in name]
-        if possible:
-            self._pools[0].adopt(
-                [_handler_of_unhandled(name, self._unhandled_rule) for name in possible]
-            )
-
     # What `Jobs` tells it.
 
     def claimants(self, jobs: Sequence[NewJob]) -> list[Pool]:
         return [pool for pool in self._pools if pool.may_take(jobs)]
 
     def heard(self, rows: Sequence[Row]) -> None:
-        queued = {row.kind for row in rows if row.state is State.QUEUED}
-        if not queued <= self._known:
-            self.meet(queued)
+        self.unknown_kinds.meet(row.kind for row in rows if row.state is State.QUEUED)
         for row in rows:
             if row.state is State.QUEUED:
                 for pool in self._pools:
@@ -408,15 +394,3 @@ class Engine:
         execution = self._keeper.in_hand.get(fence)
         if execution is not None:
             execution.cancel_was_requested()
-
-
-def _handler_of_unhandled(name: str, rule: Unhandled) -> Handler:
-    kind = Kind(name, bytes)
-
-    async def handle(attempt: Attempt[bytes, None]) -> None:
-        if callable(rule):
-            await rule(name, attempt.payload)
-        else:
-            raise Fail(f"no handler for job kind {name}", retry=False)
-
-    return kind.handled_by(handle)

@@ -50,7 +50,6 @@ class Pool:
         self._claim_under_way: Write | None = None
         self._version: Hashable = ()
         """The store's at the latest look."""
-        self._may_be_new_kinds = trio.Event()
         self._held: frozenset[int] = frozenset()
         """What the claim under way leaves alone, because it was in hand when it was made."""
         self._is_one_free = False
@@ -138,36 +137,14 @@ class Pool:
         is_look = False
         while True:
             if self._engine.once is not None:
-                await self._meet_kinds()  # it ends when there is nothing more to do
+                await self._engine.unknown_kinds.look()  # it ends when there is nothing more to do
             elif not is_look:
-                self._may_be_new_kinds.set()
+                self._engine.unknown_kinds.may_be_new()
             if self._agenda.is_written_elsewhere:
                 await self._see_whether_that_is_over()
             if self._engine.has_work and self._agenda.may_claim(self._engine.decision_now()):
                 self._claim(is_look=is_look)
             is_look = await self._sleep()
-
-    @trio.lowlevel.enable_ki_protection
-    async def meet_kinds(self) -> None:
-        """Look for kinds that nobody handles, at most once a `poll`. A task of its own, because
-        a read may have to wait for other reads, and a claim must not."""
-        while True:
-            await self._may_be_new_kinds.wait()
-            self._may_be_new_kinds = trio.Event()
-            await self._meet_kinds()
-            await trio.sleep(self._engine.poll)
-
-    async def _meet_kinds(self) -> None:
-        if not self._engine.looks_for_unhandled(self):
-            return
-        try:
-            kinds = await self._bridge.read(lambda store: store.queued_kinds())
-        except StoreError as error:
-            self._engine.met_trouble(error, "the store could not be read")
-            self._may_be_new_kinds.set()
-            self.wake()  # a claim that goes well ends the trouble
-        else:
-            self._engine.meet(kinds)
 
     async def _see_whether_that_is_over(self) -> None:
         """Whether another's transaction, of which we heard, goes on."""
@@ -343,7 +320,7 @@ class Pool:
             self._version = look.version
             if claimed.jobs:
                 self._engine.jobs._lookout.found()
-            self._may_be_new_kinds.set()
+            self._engine.unknown_kinds.may_be_new()
 
     def _sleep_no_longer(self) -> None:
         """There is room that was not there, or a due time was learnt."""

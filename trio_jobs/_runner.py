@@ -11,10 +11,11 @@ import trio
 
 from ._checks import is_async, name_of, seconds
 from ._clock import instant_of
-from ._engine import Engine, Once, Unhandled
+from ._engine import Engine, Once
 from ._jobs import Jobs
 from ._kinds import Handler
 from ._statistics import Statistics
+from ._unhandled import Unhandled
 
 _log = logging.getLogger("trio_jobs")
 
