@@ -66,8 +66,9 @@ async def test_what_another_thread_tells_is_heard_in_the_trio_thread() -> None:
     assert ear.threads == {threading.current_thread()}
 
 
-async def test_what_is_raised_while_another_thread_is_heard_does_not_end_the_program(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("is_elsewhere", [True, False])
+async def test_what_a_listener_raises_ends_nothing_and_the_others_hear(
+    is_elsewhere: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(rows: object = None) -> None:
         raise SystemExit("a clock")
@@ -76,8 +77,12 @@ async def test_what_is_raised_while_another_thread_is_heard_does_not_end_the_pro
     hub.join(Listener(fail, fail))
     hub.join(ear.listener)
 
-    await trio.to_thread.run_sync(hub.tell, [])
-    await trio.to_thread.run_sync(hub.tell_written_elsewhere)
+    if is_elsewhere:
+        await trio.to_thread.run_sync(hub.tell, [])
+        await trio.to_thread.run_sync(hub.tell_written_elsewhere)
+    else:
+        hub.tell([])
+        hub.tell_written_elsewhere()
     await trio.testing.wait_all_tasks_blocked()
 
     assert (ear.rows, ear.elsewhere) == ([[]], 1)

@@ -28,6 +28,7 @@ import trio
 from ._batch import MAX_BATCH, Done, Verb, Write, commit, committed_rows
 from ._clock import Clock
 from ._errors import StoreError
+from ._hub import call_safely
 from ._model import Change, Fence, Instant, NewJob, Refused, Row
 from ._store import Store
 
@@ -316,11 +317,11 @@ class Bridge:
                 rows += committed_rows(write.verb, write.items, write.result.value)
             is_unsure = is_unsure or write.is_unsure
             if write.done is not None:
-                _call_safely(write.done, write.result)
+                call_safely(write.done, write.result)
         if rows:
-            _call_safely(self._tell, rows)
+            call_safely(self._tell, rows)
         if is_unsure:
-            _call_safely(self._tell_unsure)
+            call_safely(self._tell_unsure)
         if batch:
             self._end(len(batch))
         self._told += 1
@@ -392,15 +393,6 @@ class Bridge:
             self._thread.join()
         if self._checkpointer is not None:
             self._checkpointer.join()
-
-
-def _call_safely(call: Callable[..., None], *args: object) -> None:
-    # Trio itself has called us: what is raised here ends the whole program, and the rest of the
-    # batch would never hear of its outcome.
-    try:
-        call(*args)
-    except BaseException:  # noqa: ASYNC103 - an application's clock raises anything
-        _log.exception("what was to hear of a commit failed")  # noqa: ASYNC104
 
 
 async def _parked(write: Write, abort: Callable[[Any], trio.lowlevel.Abort]) -> Any:

@@ -88,18 +88,19 @@ if hasattr(os, "register_at_fork"):
 
 def _call(token: trio.lowlevel.TrioToken, call: Callable[[], None]) -> None:
     if _is_here(token):
-        call()
+        call_safely(call)
     else:
         try:
-            token.run_sync_soon(_call_safely, call)
+            token.run_sync_soon(call_safely, call)
         except trio.RunFinishedError:
             pass  # that loop is gone, and its listener with it
 
 
-def _call_safely(call: Callable[[], None]) -> None:
-    # Trio itself has called us: what is raised here would end that whole program.
+def call_safely(call: Callable[..., None], *args: object) -> None:
+    """Call what is to hear of a commit; what it raises goes to the log, for others are to hear."""
+    # Trio itself has called us, mostly: what is raised here would end that whole program.
     try:
-        call()
+        call(*args)
     except BaseException:  # noqa: ASYNC103 - an application's clock raises anything
         _log.exception("what was to hear of a commit failed")  # noqa: ASYNC104
 
