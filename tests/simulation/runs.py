@@ -249,10 +249,9 @@ class _Run:
             case "kill":
                 process.kill()
             case "freeze":
-                world.note_fault("freeze", process, event.seconds)
-                process.freeze()
+                fault = process.freeze("freeze", event.seconds)
                 await trio.sleep(event.seconds)
-                process.thaw()
+                process.thaw(fault)
             case "stop":
                 self.end(process, by_stop=True)
             case "drain":

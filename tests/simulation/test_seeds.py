@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import random
 import subprocess
 import sys
 from collections import Counter
@@ -20,11 +21,13 @@ from trio_jobs._model import Failure
 from . import report, runs
 from .__main__ import main
 from .coverage import NAMES
-from .flavours import draw
+from .evidence import Step
+from .flavours import draw, late_holders
 from .kept import KEPT, KEPT_WITH_FLAVOUR
-from .plan import CANARY, draw_ordinary
-from .runs import run
+from .plan import CANARY, Event, EventName, draw_ordinary
+from .runs import Result, run
 from .shrink import shrink, smallest
+from .world import Process
 
 SEEDS = range(20 * TIMES)
 
@@ -63,24 +66,47 @@ def test_a_seed_decides_every_statement_of_a_run_also_in_another_interpreter() -
     assert len(set(here)) == len(seeds)
 
 
-def test_the_worlds_processes_do_not_run_while_they_are_frozen() -> None:
-    result = next(
-        result
-        for result in (run(draw(seed)) for seed in range(200))
-        if any(fault.what == "freeze" for fault in result.evidence.history.faults)
-    )
+def disturbed(name: EventName, *times: tuple[float, float]) -> Result:
+    """Twenty seconds of a process that renews leases every second: when it is, and for how long."""
+    plan = late_holders(draw_ordinary(0), random.Random(0))
+    step, *_ = plan.steps
+    events = [Event(number, at, 0, name, lasts) for number, (at, lasts) in enumerate(times)]
+    return run(dataclasses.replace(plan, acts=("wait",), steps=(step,), events=tuple(events)))
 
-    history = result.evidence.history
-    frozen = [fault for fault in history.faults if fault.what == "freeze"]
-    killed = {life.process: life.killed_at for life in history.lives if life.killed_at}
-    for fault in frozen:
-        until = min(fault.until or fault.at, killed.get(fault.process or "", fault.until or 0))
-        instant = fault.at + 1_000_000  # what was to run at that instant still does
-        assert not [
-            step
-            for step in result.evidence.audit.steps
-            if step.who == fault.process and instant < step.at < until
-        ]
+
+def faults_of(result: Result) -> list[tuple[float, float]]:
+    """The instants they began and ended at."""
+    faults = result.evidence.history.faults
+    return [(round(one.at / 1e9, 3), round((one.until or 0) / 1e9, 3)) for one in faults]
+
+
+def steps_in(result: Result, since: float, until: float) -> list[Step]:
+    steps = result.evidence.audit.steps
+    return [step for step in steps if step.who == "0#1" and since < step.at / 1e9 < until]
+
+
+def test_a_process_does_not_run_while_it_is_frozen_and_runs_when_the_last_freeze_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # One in another, one that outlives the one before, and one that the healing ends.
+    times = [(1.5, 5.0), (2.5, 1.0), (9.5, 2.0), (10.5, 3.0), (18.5, 9.0)]
+    spans = [(1.501, 6.499), (9.501, 13.499), (18.501, 19.999)]
+
+    result = disturbed("freeze", *times)
+
+    assert not result.violations
+    assert not [steps_in(result, *span) for span in spans if steps_in(result, *span)]
+    assert steps_in(result, 6.499, 9.5)
+    assert steps_in(result, 13.499, 18.5)
+    assert faults_of(result) == [(1.5, 6.5), (2.5, 3.5), (9.5, 11.5), (10.5, 13.5), (18.5, 20.0)]
+    monkeypatch.setattr(Process, "is_frozen", False)
+    unfrozen = disturbed("freeze", *times)
+    assert all(steps_in(unfrozen, *span) for span in spans)
+
+
+def test_what_the_healing_ends_is_over_then_also_by_the_evidence() -> None:
+    assert faults_of(disturbed("unplug", (17.0, 9.0))) == [(17.0, 20.0)]
+    assert faults_of(disturbed("busy reader", (17.0, 9.0))) == [(17.0, 20.0)]
 
 
 def test_a_stop_is_known_to_have_ended_also_if_it_cancels_all_that_its_process_does() -> None:

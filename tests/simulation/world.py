@@ -43,8 +43,9 @@ _OTHERS: Final = {-1: "healer", -2: "visitor", -3: "victim"}
 here: contextvars.ContextVar[Process] = contextvars.ContextVar("simulated process")
 """Whose task that is; not set for the world's own."""
 
-
 _SAME_INSTANT: Final = 1_000
+"""Nanoseconds: a fault hits what begins in the instant of its end, too, and each event of an
+instant is one later."""
 
 
 class World:
@@ -168,13 +169,16 @@ class World:
 
     def note_fault(self, what: str, process: Process | None, seconds: float = 0.0) -> Fault:
         at = self.tick()
-        # And what begins in the instant of its end: each event of one is a nanosecond later.
         until = at + round(min(seconds, 1e9) * 1e9) + (_SAME_INSTANT if seconds else 0)
         name = None if process is None else process.name
         fault = Fault(what, at, name, until)
         self.history.faults.append(fault)
         self.coverage[f"fault: {what}"] += 1
         return fault
+
+    def is_over(self, fault: Fault) -> None:
+        """It is now, whatever was thought of when it began."""
+        fault.until = self.tick() + _SAME_INSTANT
 
     def next_fault(self, process: Process) -> StatementFault | None:
         """The one that is due, by the number of statements of all lives of this process."""
@@ -191,6 +195,10 @@ class World:
     def heal(self) -> None:
         """Nothing goes wrong any more, and all clocks are right."""
         self.is_healed = True
+        now = self.tick()
+        for fault in self.history.faults:
+            if fault.until is not None and fault.until > now + _SAME_INSTANT:
+                self.is_over(fault)
         self.full_until = -math.inf
         self.release_locks(all=True)
         for process in self.processes:
@@ -231,7 +239,6 @@ class Process:
         self.offset = settings.clock
         self.broken_until = -math.inf
         self.is_alive = True
-        self.is_frozen = False
         self.scope = trio.CancelScope()
         self.over = trio.Event()
         """It is dead, or has ended."""
@@ -240,6 +247,8 @@ class Process:
         self.store: SimulatedStore
         self.natives: list[apsw.Connection] = []
         self.shields: dict[trio.CancelScope, None] = {}
+        self._freezes: list[Fault] = []
+        """Those that are not over: it runs when none is left."""
         self._stashed: deque[Any] = deque()
         self._backlog: list[Callable[[], object]] = []
         world.processes.append(self)
@@ -316,14 +325,26 @@ class Process:
     def unplug(self, seconds: float) -> None:
         """The file cannot be reached for so long."""
         self.world.note_fault("I/O errors", self, seconds)
-        self.broken_until = self.world.now() + seconds
+        self.broken_until = max(self.broken_until, self.world.now() + seconds)
 
-    def freeze(self) -> None:
-        self.is_frozen = self.is_alive
+    @property
+    def is_frozen(self) -> bool:
+        return bool(self._freezes)
 
-    def thaw(self) -> None:
-        if self.is_frozen:
-            self.is_frozen = False
+    def freeze(self, what: str, seconds: float) -> Fault:
+        """Somebody has to `thaw` it after so long."""
+        fault = self.world.note_fault(what, self, seconds)
+        if self.is_alive:
+            self._freezes.append(fault)
+        return fault
+
+    def thaw(self, *faults: Fault) -> None:
+        """These are over; if none are given, all of them."""
+        over = [one for one in self._freezes if not faults or one in faults]
+        for one in over:
+            self._freezes.remove(one)
+            self.world.is_over(one)
+        if over and not self._freezes:
             runq = trio_run.GLOBAL_RUN_CONTEXT.runner.runq
             runq.extend(self._stashed)
             self._stashed.clear()
@@ -336,14 +357,15 @@ class Process:
 
     async def block(self, seconds: float) -> None:
         """Keep the event loop of this process from running."""
-        self.world.note_fault("blocked loop", self, seconds)
-        self.freeze()
-        trio.lowlevel.spawn_system_task(self._thaw_after, seconds, context=contextvars.Context())
+        fault = self.freeze("blocked loop", seconds)
+        trio.lowlevel.spawn_system_task(
+            self._thaw_after, seconds, fault, context=contextvars.Context()
+        )
         await trio.lowlevel.cancel_shielded_checkpoint()
 
-    async def _thaw_after(self, seconds: float) -> None:
+    async def _thaw_after(self, seconds: float, fault: Fault) -> None:
         await trio.sleep(seconds)
-        self.thaw()
+        self.thaw(fault)
 
     def run(self, call: Callable[..., object], *args: object) -> None:
         """Call it in the name of the process, when that runs."""
