@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -150,7 +151,9 @@ class _Acting:
                     await self.publish(number)
                     await trio.sleep(act.seconds)
             case "publish after the end":
-                trio.lowlevel.spawn_system_task(self.publish_late, act.seconds)
+                trio.lowlevel.spawn_system_task(
+                    self.publish_late, act.seconds, context=contextvars.copy_context()
+                )
             case "enqueue":
                 await self.enqueue()
             case "kill":

@@ -28,7 +28,7 @@ class SimulatedStore(SqliteStore):
         self.inline = True
         self.connect = process.connect
         self.sleep = process.world.sleep
-        self.random = Patience(process.name)
+        self.random = Patience(f"{process.world.plan.seed}/store/{process.name}")
         self.this_process = process.os_identity
         self.is_dead = process.world.is_dead
         self._process_here = process

@@ -12,13 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import trio
 from click.testing import CliRunner
 from stories import TIMES
+from trio.testing import MockClock
 
 from trio_jobs import _agenda, _lifecycle
 from trio_jobs._model import Failure
 
-from . import report, runs
+from . import handlers, report, runs
 from .__main__ import main
 from .coverage import NAMES
 from .evidence import Step
@@ -27,7 +29,8 @@ from .kept import KEPT, KEPT_WITH_FLAVOUR
 from .plan import CANARY, Event, EventName, draw_ordinary
 from .runs import Result, run
 from .shrink import shrink, smallest
-from .world import Process
+from .store import SimulatedStore
+from .world import Process, World, process_of
 
 SEEDS = range(20 * TIMES)
 
@@ -107,6 +110,36 @@ def test_a_process_does_not_run_while_it_is_frozen_and_runs_when_the_last_freeze
 def test_what_the_healing_ends_is_over_then_also_by_the_evidence() -> None:
     assert faults_of(disturbed("unplug", (17.0, 9.0))) == [(17.0, 20.0)]
     assert faults_of(disturbed("busy reader", (17.0, 9.0))) == [(17.0, 20.0)]
+
+
+def test_what_a_handler_leaves_behind_is_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Process | None, Process]] = []
+    publish_late = handlers._Acting.publish_late
+
+    async def spied(acting: handlers._Acting, seconds: float) -> None:
+        seen.append((process_of(trio.lowlevel.current_task()), acting.process))
+        await publish_late(acting, seconds)
+
+    monkeypatch.setattr(handlers._Acting, "publish_late", spied)
+
+    assert not run(
+        dataclasses.replace(draw_ordinary(0), acts=("publish after the end",))
+    ).violations
+
+    assert seen
+    assert all(of is process for of, process in seen)
+
+
+def test_what_a_store_does_by_chance_is_of_the_seed_and_the_process() -> None:
+    drawn = set()
+    for seed in (1, 2):
+        plan = draw_ordinary(seed)
+        world = World(plan, "never opened", MockClock())
+        for index in (0, 1, 0):
+            process = Process(world, index, plan.processes[0])
+            drawn.add(SimulatedStore(process).random.random())
+
+    assert len(drawn) == 6
 
 
 def test_a_stop_is_known_to_have_ended_also_if_it_cancels_all_that_its_process_does() -> None:
