@@ -28,16 +28,17 @@ def judge(evidence: Evidence, processes: Sequence[Process]) -> list[Violation]:
     timeline = Timeline(evidence)
     return [
         *check_all(evidence),
-        *(Violation("I5", job, text) for job, text in nobody_takes_what_is_held(timeline)),
+        *(Violation("I5", job, text) for job, text in handlers_keep_their_claims(timeline)),
         *(Violation("exit", None, text) for text in exits_are_as_documented(processes)),
         *(Violation("log", None, text) for text in nothing_unforeseen_is_logged(evidence)),
     ]
 
 
-def nobody_takes_what_is_held(timeline: Timeline) -> Found:
+def handlers_keep_their_claims(timeline: Timeline) -> Found:
     """I5: a claim ends under its handler only when its lease is over, or its owner dead.
 
-    Neither depends on when a change was committed, so the clocks are taken at their word.
+    Neither depends on when a change was committed, so the clocks are taken at their word. (Who
+    ended it is not known; where that is, `claim_invariants` ask whether it was another's.)
     """
     late = TICK - timeline.evidence.resolution
     for (job, token), claim in timeline.claims.items():
@@ -47,12 +48,12 @@ def nobody_takes_what_is_held(timeline: Timeline) -> Found:
         is_own = start is not None and start.ended_at is not None and start.ended_at < end.at + TICK
         if is_own or end.outcome is None or timeline.is_dead(claim.holder, end.at + late):
             continue
-        decided_at = _decided_at(timeline, end)
+        decided_at = _decided_by(timeline, end)
         if decided_at is not None and decided_at < end.before.lease_until:
             yield job, f"claim {token} of {claim.holder} was ended under its handler: {end}"
 
 
-def _decided_at(timeline: Timeline, end: Step) -> int | None:
+def _decided_by(timeline: Timeline, end: Step) -> int | None:
     """The latest instant it can have been decided at, by the wall clock all of them share."""
     later = [step for step in timeline.steps[end.job] if step.seq > end.seq]
     # A lost row is queued and taken in one transaction.
