@@ -1,9 +1,11 @@
 """What must be true of every run, as small judges over the evidence. They know nothing of how it
-was made, and none of them takes the library's own word.
+was made. The library's own word they take only for what nothing else says: what a past start came
+to (`trio_jobs_past`), which they hold against what its handler did, and what runners say of
+themselves when all is at rest (`statistics()`).
 
 Each is a function of the timeline that gives a sentence for everything that is wrong; its
-docstring is the promise. They are in `row_`, `claim_`, `time_` and `run_invariants`. I12 is
-about schedules, which there are none of yet.
+docstring is the promise. They are in `row_`, `claim_`, `limit_`, `time_` and `run_invariants`. I12
+is about schedules, which there are none of yet.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ PROMISES: Final[Mapping[str, str]] = {
     "I9": "what a call answered was so while it was under way",
     "I10": "an orderly stop leaves nothing running, and a hurried one starts nothing",
     "I11": "of a kind only one live job has a key",
-    "I13": "nothing starts before it is due or at its deadline, or runs past a limit",
+    "I13": "nothing starts before it is due or at its deadline, or runs past a limit, or without "
+    "its row",
     "I14": "at rest nobody is in a transaction",
     "I15": "nothing fails where nothing went wrong",
     "I16": "when all is healed everything ends, and in time",
@@ -79,6 +82,7 @@ CHECKERS: Final[Sequence[tuple[str, Callable[[Timeline], Found]]]] = [
     ("I11", rows.a_key_has_one_live_job),
     ("I13", times.nothing_starts_too_early_or_late),
     ("I13", limits.handlers_are_stopped_at_their_limits),
+    ("I13", limits.handlers_are_stopped_without_their_row),
     ("I13", limits.timeouts_are_what_they_say),
     ("I13", limits.failures_wait_for_their_backoff),
     ("I14", runs.nobody_is_left_in_a_transaction),

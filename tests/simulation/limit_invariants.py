@@ -1,6 +1,6 @@
-"""Promises about what a kind says of its handlers: I13 they are stopped at their timeouts and
-deadlines, and start again after a backoff; I3 what was refused for good is not repeated, and
-nothing else is refused.
+"""Promises about what stops a handler: I13 they are stopped at their timeouts and deadlines, and
+when another has their row, and start again after a backoff; I3 what was refused for good is not
+repeated, and nothing else is refused.
 
 A process that was disturbed in any way while the handler ran is not asked.
 """
@@ -29,6 +29,26 @@ def handlers_are_stopped_at_their_limits(timeline: Timeline) -> Found:
             continue
         if not timeline.was_disturbed(start.process, start.at, start.ended_at):
             yield job, f"its start {token} ended at {start.ended_at}, its limit was {limit}"
+
+
+def handlers_are_stopped_without_their_row(timeline: Timeline) -> Found:
+    """I13: none runs on after its claim was ended, for longer than its process takes to ask for a
+    renewal, if nothing disturbs that so long."""
+    if timeline.evidence.resolution:
+        return  # a real machine may keep any process from running, and nobody tells
+    for (job, token), claim in timeline.claims.items():
+        start, end, image = timeline.start_of(job, token), claim.end, claim.step.after
+        if start is None or start.is_stubborn or start.wall is None or end is None:
+            continue
+        if image is None or image.lease_until is None or image.started_at is None:
+            continue
+        ended_at = start.ended_at or timeline.dead_since.get(start.process)
+        if ended_at is None or ended_at <= end.at:
+            continue
+        # It asks after a third of the lease; the answer may take its time.
+        longest = (image.lease_until - image.started_at) * _MICROSECOND // 2 + _GRACE
+        if timeline.longest_calm(start.process, end.at, ended_at) > longest:
+            yield job, f"its start {token} ran on until {ended_at}, its claim had ended: {end}"
 
 
 def timeouts_are_what_they_say(timeline: Timeline) -> Found:

@@ -1054,6 +1054,29 @@ def test_a_handler_that_runs_on_after_the_deadline(case: Case) -> None:
     assert case.broken() == set()
 
 
+@pytest.mark.parametrize(
+    ("lasts", "frozen", "is_broken"), [(1.6, 0.0, True), (1.4, 0.0, False), (2.5, 1.2, False)]
+)
+def test_a_handler_that_runs_on_when_another_has_its_row(
+    case: Case, lasts: float, frozen: float, is_broken: bool
+) -> None:
+    case.enqueue()
+    late = case.claim(lease=1_000_000)  # microseconds; the rest is in nanoseconds
+    wrong = Fault("clock step", late.at, "b")
+    case.history.faults += [wrong, Fault("freeze", late.at, "a", late.at + round(frozen * SECOND))]
+    case.moment += 10**6
+    case.end(1, "queued", "b", outcome="lost")
+    case.finish(case.claim(1, "b"))
+    case.moment += round(lasts * SECOND)
+    case.history.lives[1].killed_at = case.now()
+
+    assert case.broken() == ({"I13"} if is_broken else set())
+    late.ended_at = case.history.lives[1].killed_at
+    assert case.broken() == ({"I13"} if is_broken else set())
+    late.is_stubborn = True
+    assert case.broken() == set()
+
+
 def test_an_attempt_that_is_timed_out_too_early(case: Case) -> None:
     case.enqueue(kind="limited")
     case.fail(case.claim(), outcome="timed out", run_at=10**7)

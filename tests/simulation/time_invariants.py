@@ -141,8 +141,7 @@ def refused_ends_are_written_again(timeline: Timeline) -> Found:
         if over is None or end.who == claim.holder or timeline.is_dead(start.process, over):
             continue
         until = min(over, end.at) - timeline.evidence.resolution
-        gap = _longest_gap(timeline.disturbances(start.process), start.ended_at, until)
-        if gap > _LONGEST_REPEAT:
+        if timeline.longest_calm(start.process, start.ended_at, until) > _LONGEST_REPEAT:
             yield job, f"claim {token} was lost, though its handler had ended: {start}"
 
 
@@ -160,11 +159,3 @@ def _renewal(claim: Claim) -> Step:
         if step.before and step.after and step.before.lease_until != step.after.lease_until:
             return step
     return claim.step
-
-
-def _longest_gap(disturbances: list[tuple[int, int]], since: int, until: int) -> int:
-    gap = 0
-    for at, to in sorted(disturbances):
-        gap = max(gap, min(at, until) - since)
-        since = max(since, to)
-    return max(gap, until - since)

@@ -61,7 +61,7 @@ class Timeline:
         self.news_takes = {
             life.process: life.news_takes for life in evidence.history.lives if life.news_takes
         }
-        self._dead_since = {
+        self.dead_since = {
             life.process: at
             for life in evidence.history.lives
             if (at := life.killed_at if life.ended_at is None else life.ended_at) is not None
@@ -115,7 +115,7 @@ class Timeline:
 
     def is_dead(self, process: str | None, at: int) -> bool:
         """It had ended, in whatever way, by that time."""
-        since = None if process is None else self._dead_since.get(process)
+        since = None if process is None else self.dead_since.get(process)
         return since is not None and since <= at + self.evidence.resolution
 
     def is_owner_dead(self, image: Image, at: int) -> bool:
@@ -149,6 +149,14 @@ class Timeline:
             for fault in self.evidence.history.faults
             if fault.process in (None, process)
         ]
+
+    def longest_calm(self, process: str, since: int, until: int) -> int:
+        """Nanoseconds of that interval without a disturbance; below 0 if there are none."""
+        calm = 0
+        for at, to in sorted(self.disturbances(process)):
+            calm = max(calm, min(at, until) - since)
+            since = max(since, to)
+        return max(calm, until - since)
 
     def images(self, job: int, since: int, until: int | None) -> Iterator[Image | None]:
         """What the row was at any moment of an interval; None: there was none."""
