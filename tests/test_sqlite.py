@@ -1590,15 +1590,27 @@ def test_while_the_lock_is_held_the_rest_of_a_checkpoint_waits_for_the_next(
     path: Path, driver: Driver
 ) -> None:
     store = SqliteStore(path, driver=driver)
-    Spies(store, (3, 51, 3))
+    spies = Spies(store, (3, 51, 3))
+    log = Path(f"{path}-wal")
     connect: Callable[[str], Any] = sqlite3.connect if driver == "sqlite3" else apsw.Connection
     with opened(store), contextlib.closing(connect(str(path))) as reader:
         reader.execute("BEGIN")
         reader.execute("SELECT count(*) FROM trio_jobs_job").fetchall()
         add(store, new(payload=b"x" * 9_000_000))
+        spies.log.clear()
         lock = locked_by_another_process(path)
         tidy(store)  # no error, and no waiting
         release(lock)
+        tried = [sql for _, sql, _ in spies.log]
+        left = log.stat().st_size
+        reader.execute("ROLLBACK")
+        tidy(store, 100 + 5_100_000)
+        cut = log.stat().st_size
+
+    assert tried[:2] == ["PRAGMA wal_checkpoint(PASSIVE)", "BEGIN IMMEDIATE"]
+    assert tried.count("BEGIN IMMEDIATE") == 1
+    assert left > 9_000_000
+    assert cut < 4_400_000
 
 
 @pytest.mark.parametrize("version", [(3, 40, 1), (3, 51, 3)], ids=str)
