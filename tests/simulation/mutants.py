@@ -7,18 +7,24 @@ a change that breaks no promise; the latter say so, and why.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import click
+
+from .progress import INTERRUPTED
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 WANTED: Final = 0.95
@@ -492,34 +498,56 @@ def copy_with(mutant: Mutant, to: Path) -> None:
     path.write_text(text.replace(mutant.old, mutant.new))
 
 
-def verdict_of(mutant: Mutant, seeds: int) -> Verdict:
+class Simulators:
+    """The processes that look for mutants. Ctrl-C at a terminal is not for them: `end` is."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[str]] = set()
+        self._is_over = False
+
+    @contextlib.contextmanager
+    def start(self, folder: str, seeds: int) -> Iterator[subprocess.Popen[str]]:
+        command = [sys.executable, "-m", "tests.simulation", "--no-shrink"]
+        with subprocess.Popen(
+            [*command, "--seeds", str(seeds), "--workers", "1"],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": folder},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            with self._lock:
+                self._running.add(process)
+                if self._is_over:
+                    process.kill()
+            try:
+                yield process
+            finally:
+                process.kill()
+                with self._lock:
+                    self._running.remove(process)
+
+    def end(self) -> None:
+        with self._lock:
+            self._is_over = True
+            for process in self._running:
+                process.kill()
+
+
+def verdict_of(mutant: Mutant, seeds: int, simulators: Simulators) -> Verdict:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         copy_with(mutant, Path(folder))
-        try:
-            ran = subprocess.run(
-                [
-                    sys.executable,
-                    "-m",
-                    "tests.simulation",
-                    "--seeds",
-                    str(seeds),
-                    "--no-shrink",
-                    "--workers",
-                    "1",
-                ],
-                cwd=folder,
-                env={**os.environ, "PYTHONPATH": folder},
-                capture_output=True,
-                text=True,
-                timeout=LONGEST,
-            )
-        except subprocess.TimeoutExpired:
-            return Verdict(mutant, None, time.monotonic() - began, "", is_over=False)
-    output = ran.stdout + ran.stderr
+        with simulators.start(folder, seeds) as process:
+            try:
+                output = "".join(process.communicate(timeout=LONGEST))
+            except subprocess.TimeoutExpired:
+                return Verdict(mutant, None, time.monotonic() - began, "", is_over=False)
     seconds = time.monotonic() - began
     found = re.search(r"^again: .* --seed (\d+)", output, re.MULTILINE)
-    if found is None and ran.returncode != 0:
+    if found is None and process.returncode != 0:
         raise RuntimeError(f"{mutant.name}: the simulator did not run:\n{output[-2000:]}")
     how = re.search(r"^ *((I\d+|crash)\b.*)", output, re.MULTILINE)
     return Verdict(
@@ -530,15 +558,23 @@ def verdict_of(mutant: Mutant, seeds: int) -> Verdict:
     )
 
 
-def verdicts(mutants: Sequence[Mutant], seeds: int) -> Iterator[Verdict]:
-    for mutant in mutants:
-        yield verdict_of(mutant, seeds)
+def verdicts(mutants: Sequence[Mutant], seeds: int, workers: int) -> Generator[Verdict, None, None]:
+    """In that order, of so many mutants at a time."""
+    simulators = Simulators()
+    pool = ThreadPoolExecutor(workers)
+    try:
+        yield from pool.map(partial(verdict_of, seeds=seeds, simulators=simulators), mutants)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        simulators.end()
+        pool.shutdown()
 
 
 @click.command("mutants")
 @click.option("--seeds", type=click.IntRange(min=1), default=300, show_default=True, help="Each.")
 @click.option("--only", metavar="TEXT", default="", help="Those with this in their names.")
-def main(seeds: int, only: str) -> None:
+@click.option("--workers", type=click.IntRange(min=1), default=os.cpu_count(), help="At a time.")
+def main(seeds: int, only: str, workers: int) -> None:
     """Planted mistakes, and whether they are found.
 
     Each is in a copy of the library, and seeds look for it. The exit code is 1 if fewer are found
@@ -548,10 +584,15 @@ def main(seeds: int, only: str) -> None:
     if not chosen:
         raise click.BadParameter(f"no mutant has {only!r} in its name.", param_hint="--only")
     found = wanted = 0
-    for verdict in verdicts(chosen, seeds):
-        if not verdict.mutant.equivalent:
-            wanted += 1
-            found += verdict.seed is not None
-        click.echo(verdict)
+    try:
+        with contextlib.closing(verdicts(chosen, seeds, workers)) as all_verdicts:
+            for verdict in all_verdicts:
+                if not verdict.mutant.equivalent:
+                    wanted += 1
+                    found += verdict.seed is not None
+                click.echo(verdict)
+    except KeyboardInterrupt:
+        click.echo(f"interrupted: {found} of {wanted} found")
+        sys.exit(INTERRUPTED)
     click.echo(f"{found} of {wanted} found")
     sys.exit(found < WANTED * wanted)

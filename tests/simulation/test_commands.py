@@ -44,6 +44,7 @@ from .__main__ import main
         ("processes --seed -1", "Invalid value for '--seed': -1 is not in the range x>=0."),
         ("processes --kind nix", "Invalid value for '--kind': 'nix' is not one of "),
         ("mutants --only nix", "Invalid value for --only: no mutant has 'nix' in its name."),
+        ("mutants --workers 0", "Invalid value for '--workers': 0 is not in the range x>=1."),
         ("mutants --seeds 0", "Invalid value for '--seeds': 0 is not in the range x>=1."),
     ],
 )

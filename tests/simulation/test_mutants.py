@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ast
+import signal
+import subprocess
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from . import mutants
-from .mutants import MUTANTS, Mutant, copy_with, verdict_of
+from .mutants import MUTANTS, Mutant, Simulators, Verdict, copy_with, verdict_of, verdicts
+from .progress import INTERRUPTED
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -35,7 +40,7 @@ def test_there_are_at_least_twenty() -> None:
 def test_a_planted_fault_is_found_by_a_seed(name: str, how: str) -> None:
     [mutant] = [mutant for mutant in MUTANTS if mutant.name == name]
 
-    verdict = verdict_of(mutant, seeds=20)
+    verdict = verdict_of(mutant, 20, Simulators())
 
     assert verdict.seed is not None
     assert verdict.how.startswith(how)
@@ -49,6 +54,41 @@ def test_of_a_mutant_that_takes_too_long_nothing_is_known(monkeypatch: pytest.Mo
     assert "claims are not counted: no verdict" in ran.output
     assert "0 of 1 found" in ran.output
     assert ran.exit_code == 1
+
+
+def test_several_mutants_are_looked_for_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2)
+
+    def meets(mutant: Mutant, seeds: int, simulators: Simulators) -> Verdict:
+        both.wait(10)
+        return Verdict(mutant, seeds, 0.0, "")
+
+    monkeypatch.setattr(mutants, "verdict_of", meets)
+
+    assert [one.mutant for one in verdicts(MUTANTS[:4], 3, workers=2)] == MUTANTS[:4]
+
+
+def test_an_interrupt_ends_those_that_look_and_tells_what_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[subprocess.Popen[str]] = []
+
+    class Popen(subprocess.Popen[str]):
+        def __init__(self, *command: Any, **how: Any) -> None:
+            super().__init__(*command, **how)
+            started.append(self)
+            if len(started) == 2:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    monkeypatch.setattr(mutants, "LONGEST", 30)
+    arguments = ["--only", "lost", "--seeds", "100000", "--workers", "2"]
+
+    ran = CliRunner().invoke(mutants.main, arguments)
+
+    assert ran.exit_code == INTERRUPTED
+    assert ran.output.splitlines()[-1].startswith("interrupted: 0 of 0 found")
+    assert [process.returncode for process in started] == [-signal.SIGKILL] * 2
 
 
 def test_a_mutant_that_does_not_fit_is_refused(tmp_path: Path) -> None:
