@@ -80,12 +80,11 @@ async def test_a_nursery_that_a_handler_left_open_does_not_cancel_the_next_job(
 
     untidy = Kind("untidy", int, int)
     innocent = Script(sleeps(100, 8))
-    with pytest.RaisesGroup(RuntimeError, flatten_subgroups=True):  # Trio says so when it ends
-        async with serving(
-            jobs, untidy.handled_by(open_a_nursery), number.handled_by(innocent), workers=1
-        ):
-            await finished(jobs, await jobs.enqueue(untidy, 1))
-            [ended] = await finished(jobs, await jobs.enqueue(number, 1))
+    async with serving(
+        jobs, untidy.handled_by(open_a_nursery), number.handled_by(innocent), workers=1
+    ):
+        await finished(jobs, await jobs.enqueue(untidy, 1))
+        [ended] = await finished(jobs, await jobs.enqueue(number, 1))
 
     assert (ended.unwrap(), ended.attempt) == (8, 1)
 
@@ -103,18 +102,69 @@ async def test_whoever_closes_a_nursery_that_was_left_open_disturbs_no_other_job
 
     untidy = Kind("untidy", int, int)
     innocent = Script(sleeps(100, 8))
-    with pytest.RaisesGroup(RuntimeError, flatten_subgroups=True):  # Trio says so when it ends
-        async with serving(
-            jobs, untidy.handled_by(leave_open), number.handled_by(innocent), workers=1
-        ):
-            [left] = await finished(jobs, await jobs.enqueue(untidy, 1))
-            job = await jobs.enqueue(number, 1)
-            await trio.sleep(50)
-            trio.lowlevel.reschedule(tasks[0])
-            [ended] = await finished(jobs, job)
+    async with serving(jobs, untidy.handled_by(leave_open), number.handled_by(innocent), workers=1):
+        [left] = await finished(jobs, await jobs.enqueue(untidy, 1))
+        job = await jobs.enqueue(number, 1)
+        await trio.sleep(50)
+        trio.lowlevel.reschedule(tasks[0])
+        [ended] = await finished(jobs, job)
 
     assert left.unwrap() == 7
     assert (ended.unwrap(), ended.attempt) == (8, 1)
+
+
+@pytest.mark.parametrize("is_drained", [True, False])
+async def test_what_runs_in_a_nursery_that_was_left_open_is_over_when_the_runner_is(
+    is_drained: bool, jobs: Jobs, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended: list[float] = []
+
+    async def leave_open(attempt: Attempt[int, int]) -> int:
+        for seconds in (1, 3):  # the second longer than the log's patience
+            nursery = await trio.open_nursery().__aenter__()
+            nursery.start_soon(take_long_to_stop, seconds)
+        return 7
+
+    async def take_long_to_stop(seconds: float) -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            with trio.CancelScope(shield=True):
+                await trio.sleep(seconds)
+            ended.append(now())
+
+    untidy = Kind("untidy", int, int)
+    async with trio.open_nursery() as nursery:
+        runner = await nursery.start(trio_jobs.serve, jobs, [untidy.handled_by(leave_open)])
+        await finished(jobs, *await jobs.enqueue_many(untidy, [1, 2]))
+        if is_drained:
+            runner.drain()
+        else:
+            nursery.cancel_scope.cancel()
+
+    assert ended == pytest.approx([1, 1, 3, 3], abs=0.01)
+    assert "cannot be cancelled; the runner ends after it" in caplog.text
+    assert runner.statistics().succeeded == 2
+
+
+async def test_another_error_beside_a_nursery_that_was_left_open_is_raised(
+    jobs: Jobs, autojump_clock: MockClock
+) -> None:
+    async def leave_open(attempt: Attempt[int, int]) -> int:
+        await trio.open_nursery().__aenter__()
+        return 7
+
+    async def fail() -> None:
+        raise RuntimeError("a bug of ours")
+
+    untidy = Kind("untidy", int, int)
+    with pytest.RaisesGroup(
+        pytest.RaisesExc(RuntimeError, match="a bug of ours"), flatten_subgroups=True
+    ):
+        async with trio.open_nursery() as nursery:
+            runner = await nursery.start(trio_jobs.serve, jobs, [untidy.handled_by(leave_open)])
+            await finished(jobs, await jobs.enqueue(untidy, 1))
+            runner._engine.nursery.start_soon(fail)
 
 
 async def test_a_worker_whose_job_was_cancelled_does_the_next_one(

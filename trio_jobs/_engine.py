@@ -36,6 +36,7 @@ from ._pool import Pool
 from ._probation import Probation
 from ._statistics import Statistics, Tally
 from ._unhandled import Unhandled, UnknownKinds
+from ._workers import wait_left_behind, without_left_open
 
 CLEAN_UP: Final = 2.0
 """Seconds a cancelled handler has for its clean-up before the log names it."""
@@ -80,6 +81,8 @@ class Engine:
         self.is_over = False
         self.probation = Probation()
         self.nursery: trio.Nursery
+        self.retired: list[trio.lowlevel.Task] = []
+        """Workers that work no more, because a handler left a nursery open in them."""
         self._grace = grace
         self.host = Host(
             jobs=jobs,
@@ -171,6 +174,10 @@ class Engine:
         except* trio.ClosedResourceError as closed:
             # The block of open_jobs has ended around us; one of the loops was the first to see.
             self.fail(closed.exceptions[0])
+        except* RuntimeError as errors:
+            others = without_left_open(errors, self.retired)
+            if others is not None:
+                raise others from None
         finally:
             self.jobs._watchers.pop(self)
             self._over.set()
@@ -231,6 +238,19 @@ class Engine:
             pool.withdraw_claim()
         for one in self._keeper.in_hand.values():
             _log.error("%s: its end could not be written in time; its lease has to end", one)
+        with trio.move_on_after(CLEAN_UP) as patience:
+            await self._wait_left_behind()
+        if patience.cancelled_caught:
+            _log.error(
+                "what runs in a nursery that a handler left open cannot be cancelled; "
+                "the runner ends after it"
+            )
+            self.stuck.set()
+            await self._wait_left_behind()
+
+    async def _wait_left_behind(self) -> None:
+        for task in self.retired:
+            await wait_left_behind(task)
 
     def handling(self) -> list[Execution]:
         """Those whose handler is under way."""

@@ -127,8 +127,10 @@ class Workers:
                 _log.error(
                     "job %d: %r left a cancel scope or nursery open", *latest, exc_info=error
                 )
-                if len(trio.lowlevel.current_task().child_nurseries) > nurseries:
+                task = trio.lowlevel.current_task()
+                if len(task.child_nurseries) > nurseries:
                     self._engine.nursery.start_soon(self.work)
+                    self._engine.retired.append(task)
                     await _sleep_whatever_comes()
 
     async def _work_once(self, scope: trio.CancelScope) -> tuple[int, Handler]:
@@ -173,6 +175,35 @@ async def _sleep_whatever_comes() -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
         with contextlib.suppress(RuntimeError):  # "Should never have been rescheduled!"
             await trio.sleep_forever()
+
+
+async def wait_left_behind(task: trio.lowlevel.Task) -> None:
+    """Cancel what runs in the nurseries that were left open in a task, and wait for its end.
+
+    Not called in that task: if somebody closes such a nursery, Trio resumes it meanwhile.
+    """
+    for nursery in task.child_nurseries:
+        nursery.cancel_scope.cancel()
+        while nursery.child_tasks:
+            lot = trio.lowlevel.ParkingLot()
+            trio.lowlevel.add_parking_lot_breaker(next(iter(nursery.child_tasks)), lot)
+            with contextlib.suppress(trio.BrokenResourceError):  # that one has ended
+                await lot.park()
+
+
+def without_left_open(
+    errors: ExceptionGroup[RuntimeError], tasks: Sequence[trio.lowlevel.Task]
+) -> ExceptionGroup[RuntimeError] | None:
+    """All but Trio's words on these, which have ended with a nursery open.
+
+    A task that does so ends with an error whatever it catches, and only who opened a nursery can
+    close it. By then nothing is in it, and the log has said whose handler it was.
+    """
+
+    def is_left_open(error: Exception) -> bool:
+        return isinstance(error, RuntimeError) and any(repr(task) in str(error) for task in tasks)
+
+    return errors.split(is_left_open)[1]
 
 
 def _is_innermost(scope: trio.CancelScope, nurseries: int, status: object) -> bool:
