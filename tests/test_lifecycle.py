@@ -271,6 +271,20 @@ def test_a_row_whose_owner_is_dead_is_lost_before_its_lease_ends(
     assert lifecycle.is_lost(row, NOW, is_owner_dead=True) == (row.state is State.RUNNING)
 
 
+@pytest.mark.parametrize(
+    ("row", "state"), [(RUNNING, State.CANCELLED), (CANCELLING, State.CANCELLED), (LAST, None)]
+)
+def test_a_cancel_ends_a_row_whose_owner_is_dead_before_its_lease_ends(
+    row: Row, state: State | None
+) -> None:
+    row = row if state else msgspec.structs.replace(row, state=State.DEAD, lease_until=None)
+
+    change = lifecycle.cancelled(row, NOW, is_owner_dead=True)
+
+    assert (None if change is None else change.after.state) == state
+    assert change is None or (change.past is not None and change.past.outcome == "cancelled")
+
+
 @pytest.mark.parametrize("state", [State.FAILED, State.DEAD, State.CANCELLED])
 def test_a_retry_by_hand_is_a_new_life_that_keeps_claims_and_the_published_result(
     state: State,

@@ -17,11 +17,12 @@ import pytest
 from stories import new_job as new, writer
 from test_sqlite import Lock, Spies, add, fails_at
 
+import trio_jobs
 from trio_jobs import StoreError, _lifecycle
 from trio_jobs._drivers import Driver
 from trio_jobs._identity import Process
 from trio_jobs._lifecycle import WORKER_LOST, Returned
-from trio_jobs._model import Claim, Claimed, Policy, Row, State
+from trio_jobs._model import Claim, Claimed, ClaimedJob, Policy, Row, State
 from trio_jobs._owners import LOOK_EVERY, Owners
 from trio_jobs.sqlite import SqliteStore
 
@@ -227,6 +228,89 @@ def test_any_runner_ends_what_its_deadline_or_cancel_ends(world: World) -> None:
     assert [change.after.id for change in second.settled] == [rows[1].id]
     assert second.next_due is None
     assert b.get(rows[3].id) == rows[3]
+
+
+def test_a_running_row_whose_process_is_gone_is_told_from_others_by_its_fence(
+    world: World,
+) -> None:
+    a, b = world.process(), world.process()
+    add(b, *[new() for _ in range(4)])
+    [lost, again, ended] = [job.row for job in claim(a, limit=3).jobs]
+    end(a, ended)
+    [own] = [job.row for job in claim(b, limit=1).jobs]
+    living = b.is_owner_dead(lost.fence)
+    world.kill(a)
+    world.questions.clear()
+
+    assert not living
+    assert [b.is_owner_dead(row.fence) for row in (lost, again, ended, own)] == [
+        True, True, False, False
+    ]  # fmt: skip
+    assert world.questions == [1000, 1000]
+    assert not b.is_owner_dead((lost.id, lost.claims + 1))
+    assert not b.is_owner_dead((99, 1))
+
+
+def test_a_process_elsewhere_or_unknown_is_never_known_to_be_gone(world: World) -> None:
+    unknown, elsewhere, b = world.process(), world.process(place="there"), world.process()
+    unknown._owners = Owners(None, world.is_dead)
+    add(b, new(), new("sms"))
+    rows = [*claim(unknown).jobs, *claim(elsewhere, policies={"sms": POLICY}).jobs]
+    world.kill(unknown)
+    world.kill(elsewhere)
+
+    assert [b.is_owner_dead(one.row.fence) for one in rows] == [False, False]
+
+
+async def test_cancel_ends_a_job_at_once_whose_runner_is_known_to_be_gone(world: World) -> None:
+    a = world.process()
+    add(a, new(), new("sms"), new("sms"))
+    [lost] = claim(a).jobs
+    [asked, living] = claim(world.process(), policies={"sms": POLICY}).jobs
+    world.kill(a)
+    store = SqliteStore(world.path, driver=world.driver)
+    store.this_process = lambda: Process("here", 1, 7)
+    store.is_dead = world.is_dead
+    async with trio_jobs.open_jobs(store, clock=lambda: 0.0002) as jobs:
+        answers = [await jobs.cancel(one.row.id) for one in (lost, lost, asked, living)]
+        states = [(await jobs.get(one.row.id)).state for one in (lost, asked, living)]
+        world.dead.add(1001)
+        second = await jobs.cancel(asked.row.id)
+        history = await jobs.history(lost.row.id)
+        last = (await jobs.get(asked.row.id)).state
+
+    assert answers == [True, False, True, True]
+    assert states == [State.CANCELLED, State.RUNNING, State.RUNNING]
+    assert (second, last) == (True, State.CANCELLED)
+    assert [past.outcome for past in history] == ["cancelled"]
+
+
+async def test_a_job_that_was_taken_up_while_its_cancel_was_decided_ends_with_its_attempt(
+    world: World,
+) -> None:
+    a, b = world.process(), world.process()
+    add(a, new())
+    [lost] = claim(a).jobs
+    world.kill(a)
+    store = SqliteStore(world.path, driver=world.driver)
+    store.this_process = lambda: Process("here", 1, 7)
+
+    def is_dead(process: Process, here: Process) -> bool:
+        if process.pid == 1000 and not again:
+            again.extend(claim(b, now=150).jobs)
+            return True
+        return False
+
+    again: list[ClaimedJob] = []
+    store.is_dead = is_dead
+    async with trio_jobs.open_jobs(store, clock=lambda: 0.0002) as jobs:
+        answer = await jobs.cancel(lost.row.id)
+        job = await jobs.get(lost.row.id)
+
+    assert (answer, job.state, job.attempt) == (True, State.RUNNING, 2)
+    row = b.get(lost.row.id)
+    assert row is not None
+    assert row.cancel_requested
 
 
 def test_they_are_taken_up_as_gently_as_those_whose_lease_has_ended(world: World) -> None:

@@ -305,17 +305,18 @@ class Jobs:
         attempt ends; False: it had already ended. Raises `JobNotFound`.
 
         The handler of a running one is cancelled at once in this process, and on Linux also in
-        another one; there within `poll` otherwise.
+        another one; there within `poll` otherwise. A job whose runner is known to be gone ends
+        at once.
         """
-        row = await self._row(id)
+        number = _checked_id(id)
         while True:
-            change = _lifecycle.cancelled(row, self._clock.now())
+            found, is_owner_dead = await self._bridge.read(lambda store: _with_owner(store, number))
+            row = _existing(found, number)
+            change = _lifecycle.cancelled(row, self._clock.now(), is_owner_dead=is_owner_dead)
             if change is None:
                 return not row.state.is_final
-            refused = await self._bridge.apply(change)
-            if refused is None:
+            if await self._bridge.apply(change) is None:
                 return True
-            row = _existing(refused.row, row.id)
 
     @overload
     async def retry(self, id: Job[R]) -> Job[R]: ...
@@ -449,6 +450,14 @@ def _codec_for(job_or_id: int | Job[Any], kind: Kind[Any, Any] | None) -> Codec 
         codec: Codec = kind.result_codec
         return codec
     return job_or_id._result_codec if isinstance(job_or_id, Job) else None
+
+
+def _with_owner(store: Store, id: int) -> tuple[Row | None, bool]:
+    """The row, and whether it is running and its runner known to be gone."""
+    row = store.get(id)
+    if row is None or row.state is not State.RUNNING:
+        return row, False
+    return row, store.is_owner_dead(row.fence)
 
 
 def _guard(row: Row) -> tuple[object, ...]:

@@ -222,15 +222,16 @@ def expired(
     return None
 
 
-def cancelled(row: Row, now: Instant) -> Change | None:
+def cancelled(row: Row, now: Instant, *, is_owner_dead: bool = False) -> Change | None:
     """A user asks for the end: at once if no handler runs, else when its attempt ends.
 
-    None when there is nothing to change: it has ended, or was asked before.
+    None when there is nothing to change: it has ended, or was asked before. `is_owner_dead` as
+    in `is_lost`.
     """
     if row.state is State.QUEUED:
         return Change(before=row, after=_final(row, Event.CANCELLED, State.CANCELLED, now))
     if row.state is State.RUNNING:
-        if is_lost(row, now):
+        if is_lost(row, now, is_owner_dead=is_owner_dead):
             change = _finish(row, Event.CANCELLED, State.CANCELLED, now, "cancelled")
             # Its holder may be late, and renew it before this is written.
             return replace(change, lease_over=row.lease_until)

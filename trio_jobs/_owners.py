@@ -7,10 +7,10 @@ it any more: at an orderly close, or when somebody sees that it is dead.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from ._drivers import Connection
+from ._drivers import Connection, Record
 from ._identity import Process
 from ._model import Instant
 from ._rows import as_json, meta_of, text_of
@@ -19,6 +19,13 @@ LOOK_EVERY: Final[Instant] = 500_000
 """A look takes some 10 us for each owner there is, under the write lock."""
 
 _FIND: Final = "SELECT id, CAST(place AS BLOB), pid, started FROM trio_jobs_owner"
+
+OWNER_OF: Final = """
+SELECT owner.id, CAST(owner.place AS BLOB), owner.pid, owner.started
+FROM trio_jobs_job AS job JOIN trio_jobs_owner AS owner ON owner.id = job.owner
+WHERE job.id = ? AND job.claims = ? AND job.state = 2
+"""
+"""Of a running row, by its fence."""
 
 _RESERVE: Final = "UPDATE trio_jobs_meta SET next_owner = next_owner + 1 RETURNING next_owner - 1"
 
@@ -74,14 +81,8 @@ class Owners:
         if here is None or (last is not None and last <= now < last + LOOK_EVERY):
             return
         self._looked_at = now
-        owners = {
-            id: Process(text_of(place), pid, started)
-            for id, place, pid, started in connection.execute(_FIND)
-            if isinstance(pid, int) and 0 < pid < 2**31  # else it was edited by hand
-        }
-        gone = [
-            id for id, process in owners.items() if process != here and self._is_dead(process, here)
-        ]
+        owners = _processes(connection.execute(_FIND))
+        gone = [id for id, process in owners.items() if self._is_gone(process, here)]
         # Nobody here will ever know that one of another place is dead, nor one of this process
         # that could not leave when it closed. If it lives it enters again when it looks; so it
         # must not be driven out again and again.
@@ -96,6 +97,13 @@ class Owners:
         if self._id is not None and self._id not in owners:
             self._enter(connection, self._id, here)
 
+    def is_known_dead(self, found: Sequence[Record]) -> bool:
+        """The owner that `OWNER_OF` has found. Called from any thread, outside a transaction."""
+        here = self._here
+        return here is not None and any(
+            self._is_gone(process, here) for process in _processes(found).values()
+        )
+
     def leave(self, connection: Connection) -> None:
         """The store closes."""
         self._remove(connection, self._leavers())
@@ -104,6 +112,9 @@ class Owners:
     def is_any_left(self) -> bool:
         """There are rows that an orderly close takes away, if no running row names them."""
         return bool(self._leavers())
+
+    def _is_gone(self, process: Process, here: Process) -> bool:
+        return process != here and self._is_dead(process, here)
 
     def _leavers(self) -> list[int]:
         return self.dead if self._id is None else [self._id, *self.dead]
@@ -115,3 +126,11 @@ class Owners:
         if not ids:
             return set()
         return {id for (id,) in connection.execute(_REMOVE, {"ids": as_json(ids)})}
+
+
+def _processes(records: Sequence[Record]) -> dict[int, Process]:
+    return {
+        id: Process(text_of(place), pid, started)
+        for id, place, pid, started in records
+        if isinstance(pid, int) and 0 < pid < 2**31  # else it was edited by hand
+    }

@@ -139,6 +139,11 @@ class Store(Protocol):
         """The row as committed last."""
         ...
 
+    def is_owner_dead(self, fence: Fence) -> bool:
+        """Whether it is known for certain that the process which holds this running row is gone;
+        asked anew each time. False if the fence is over."""
+        ...
+
     def finished(self, ids: Collection[int]) -> dict[int, Row | None]:
         """Those of them that have ended, and None for those that are not there."""
         ...

@@ -50,7 +50,7 @@ from ._model import (
     Row,
     State,
 )
-from ._owners import Owners
+from ._owners import OWNER_OF, Owners
 from ._rows import GET, ROW, STATE, as_json, integer, meta_of, past_of, row_of, text_of
 from ._schema import STATES
 
@@ -306,6 +306,12 @@ class SqliteStore:
     def get(self, id: int) -> Row | None:
         records = self._connections.query(GET, (integer(id),))
         return row_of(records[0]) if records else None
+
+    @_verb("reading who holds a job")
+    def is_owner_dead(self, fence: Fence) -> bool:
+        id, claims = fence
+        records = self._connections.query(OWNER_OF, (integer(id), integer(claims)))
+        return self._owners.is_known_dead(records)
 
     @_verb("looking for the ends of jobs")
     def finished(self, ids: Collection[int]) -> dict[int, Row | None]:
