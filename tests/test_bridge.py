@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 import random
 import signal
 import sqlite3
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import outcome
@@ -30,6 +33,7 @@ from trio_jobs import (
     State,
     StoreBusy,
     StoreError,
+    _hub,
     _lifecycle,
     testing,
 )
@@ -37,6 +41,8 @@ from trio_jobs._batch import MAX_BATCH, Write
 from trio_jobs._bridge import Bridge, bridges_here
 from trio_jobs._clock import Clock
 from trio_jobs._drivers import Connection, Driver, Record, Values
+from trio_jobs._hub import Hub, join_hub, leave_hub
+from trio_jobs._lookout import Lookout
 from trio_jobs._model import Change, Claim, Claimed, NewJob, Policy, Row
 
 LONG = 10.0
@@ -1468,6 +1474,58 @@ def test_ctrl_c_in_the_middle_of_closing_leaves_nobody_waiting_and_nothing_open(
     with pytest.raises(trio.ClosedResourceError):
         write.result.unwrap()
     assert store._connections.writer is None
+
+
+def test_ctrl_c_in_any_line_of_opening_and_closing_leaves_nothing_open(tmp_path: Path) -> None:
+    code = {
+        inspect.unwrap(function).__code__
+        for function in (
+            trio_jobs.open_jobs, Bridge.open, Bridge.close, join_hub, leave_hub, Hub.join,
+            Hub.leave, Lookout.wanted, Lookout._start, Lookout.close,
+        )
+    }  # fmt: skip
+    path = tmp_path / "jobs.db"
+    already = open_files(path)
+    lines = hit = 0
+
+    def count(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal lines
+        if event == "line" and frame.f_code in code:
+            lines += 1
+            if lines == hit:
+                signal.raise_signal(signal.SIGINT)
+        return count if frame.f_code in code else None
+
+    async def main() -> None:
+        async with trio_jobs.open_jobs(path) as jobs:
+            job = await jobs.enqueue(kind, 1)
+            with trio.move_on_after(0):
+                await jobs.wait_finished(job)
+
+    while lines >= hit:
+        lines, hit = 0, hit + 1
+        before = sys.gettrace()
+        sys.settrace(count)
+        try:
+            trio.run(main)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        assert open_files(path) == already, hit
+        assert not _hub._hubs, hit
+        assert not [one for one in threading.enumerate() if one.name == "trio_jobs writer"], hit
+
+    assert hit > 50
+
+
+def open_files(path: Path) -> list[str]:
+    """What of this database this process has open, and whether it watches any file."""
+    if not Path("/proc/self/fd").exists():
+        return []
+    links = [one for one in Path("/proc/self/fd").iterdir() if one.is_symlink()]
+    named = [str(one.readlink()) for one in links if one.is_symlink()]
+    return [name for name in named if name.startswith(str(path)) or "inotify" in name]
 
 
 def test_ctrl_c_at_a_random_moment_loses_no_answer_and_hangs_nothing(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from contextlib import asynccontextmanager
 from datetime import datetime
 from typing import Any, Protocol, TypeVar, overload
 
+import trio
+
 from . import _lifecycle
 from ._batch import Write
 from ._bridge import Bridge
@@ -63,7 +65,10 @@ class Watcher(Protocol):
         ...
 
 
+# Protected: a Ctrl-C between two lines would leave the file open, or the hub telling of it. It
+# comes out of the waiting in here, or of the block, whose code is not in this frame.
 @asynccontextmanager
+@trio.lowlevel.enable_ki_protection
 async def open_jobs(
     store: str | os.PathLike[str] | Store,
     *,
@@ -96,8 +101,10 @@ async def open_jobs(
         if not jobs._bridge.is_inherited:
             leave_hub(identity, listener)
         jobs._lookout.close()
-        await jobs._bridge.close()  # noqa: ASYNC102 - it shields itself, and is bounded
-        jobs._written_elsewhere()  # so that who still waits looks, and is told it is closed
+        try:
+            await jobs._bridge.close()  # noqa: ASYNC102 - it shields itself, and is bounded
+        finally:
+            jobs._written_elsewhere()  # so that who still waits looks, and is told it is closed
 
 
 class Jobs:

@@ -71,6 +71,7 @@ class Lookout:
         """A look was worth it."""
         self._has_found = True
 
+    @trio.lowlevel.enable_ki_protection
     def _start(self) -> None:
         self._scope = trio.CancelScope()
         log = None if self._clock.is_mocked else self._store.log
