@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import outcome
 import pytest
@@ -1474,6 +1474,86 @@ def test_ctrl_c_in_the_middle_of_closing_leaves_nobody_waiting_and_nothing_open(
     with pytest.raises(trio.ClosedResourceError):
         write.result.unwrap()
     assert store._connections.writer is None
+
+
+# No more threads.
+
+
+def no_thread(*args: object, **kwargs: object) -> NoReturn:
+    raise RuntimeError("can't start new thread")
+
+
+async def test_without_a_thread_that_writes_the_store_is_closed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def start_others(thread: threading.Thread) -> None:
+        (no_thread if thread.name == "trio_jobs writer" else start)(thread)
+
+    store = SqliteStore(tmp_path / "jobs.db")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_others)
+        with pytest.raises(StoreError, match="can't start new thread") as caught:
+            async with trio_jobs.open_jobs(store):
+                raise AssertionError("not reached")
+
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert store._connections.writer is None
+    async with trio_jobs.open_jobs(store) as jobs:
+        await jobs.enqueue(kind, 1)
+
+
+async def test_without_a_thread_of_trio_calls_are_refused_and_the_store_is_closed_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SqliteStore(tmp_path / "jobs.db")
+    with monkeypatch.context() as patch:
+        patch.setattr(trio.to_thread, "run_sync", no_thread)
+        with pytest.raises(StoreError, match="can't start new thread"):
+            async with trio_jobs.open_jobs(store):
+                raise AssertionError("not reached")
+    async with trio_jobs.open_jobs(store) as jobs:
+        monkeypatch.setattr(trio.to_thread, "run_sync", no_thread)
+        job = await jobs.enqueue(kind, 1)
+        with pytest.raises(StoreError, match="can't start new thread"):
+            await jobs.get(job)
+
+    assert store._connections.writer is None
+    assert jobs._bridge._thread is not None
+    assert not jobs._bridge._thread.is_alive()
+
+
+async def test_a_runtime_error_of_a_read_itself_is_not_taken_for_a_want_of_threads(
+    tmp_path: Path,
+) -> None:
+    async with trio_jobs.open_jobs(tmp_path / "jobs.db") as jobs:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            await jobs._bridge.read(no_thread)
+
+
+async def test_without_a_thread_for_checkpoints_the_writing_one_makes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+    made_in: list[str] = []
+
+    def start_others(thread: threading.Thread) -> None:
+        (no_thread if thread.name == "trio_jobs checkpointer" else start)(thread)
+
+    class Long(SqliteStore):
+        def tidy(self, now: int) -> bool:
+            return True
+
+        def checkpoint(self) -> None:
+            made_in.append(threading.current_thread().name)
+
+    monkeypatch.setattr(threading.Thread, "start", start_others)
+    async with trio_jobs.open_jobs(Long(tmp_path / "jobs.db")) as jobs:
+        await jobs.enqueue(kind, 1)
+        await jobs.enqueue(kind, 2)
+
+    assert "trio_jobs writer" in made_in
 
 
 def test_ctrl_c_in_any_line_of_opening_and_closing_leaves_nothing_open(tmp_path: Path) -> None:

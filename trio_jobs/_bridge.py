@@ -84,17 +84,23 @@ class Bridge:
         await trio.lowlevel.checkpoint_if_cancelled()
         self._begin()
         try:
-            await trio.to_thread.run_sync(
-                self._store.open, abandon_on_cancel=True, limiter=self._readers
-            )
+            await _in_thread(self._store.open, self._readers, abandon_on_cancel=True)
         except (trio.Cancelled, KeyboardInterrupt):
             with trio.CancelScope(shield=True):
                 await self._take_back_open()
             raise
+        else:
+            await self._start_writing()
         finally:
             self._end(1)
-        self._thread = threading.Thread(target=self._work, name="trio_jobs writer", daemon=True)
-        self._thread.start()
+
+    async def _start_writing(self) -> None:
+        try:
+            self._thread = _started(self._work, "trio_jobs writer")
+        except StoreError:
+            with trio.CancelScope(shield=True):
+                await self._take_back_open()
+            raise
 
     async def _take_back_open(self) -> None:
         # The thread keeps its place in `_readers` until it is over. A close that comes before it
@@ -102,7 +108,7 @@ class Bridge:
         is_over = False
         while not is_over:
             is_over = not self._readers.borrowed_tokens
-            await trio.to_thread.run_sync(self._store.close, limiter=trio.CapacityLimiter(1))
+            await _in_thread(self._store.close, trio.CapacityLimiter(1), or_here=True)
 
     @trio.lowlevel.enable_ki_protection
     async def close(self) -> None:
@@ -126,7 +132,7 @@ class Bridge:
             else:
                 self._begin()
                 shut = functools.partial(
-                    trio.to_thread.run_sync, self._shut, limiter=trio.CapacityLimiter(1)
+                    _in_thread, self._shut, trio.CapacityLimiter(1), or_here=True
                 )
                 try:
                     await shut()
@@ -256,8 +262,8 @@ class Bridge:
             return call(self._store)
         self._begin()
         try:
-            return await trio.to_thread.run_sync(
-                call, self._store, abandon_on_cancel=True, limiter=self._readers
+            return await _in_thread(
+                functools.partial(call, self._store), self._readers, abandon_on_cancel=True
             )
         except StoreError:
             self.raise_if_closed()  # closed while it waited for its turn
@@ -371,10 +377,10 @@ class Bridge:
             if is_more and self._store.inline:
                 self._store.checkpoint()
             elif is_more and (self._checkpointer is None or not self._checkpointer.is_alive()):
-                self._checkpointer = threading.Thread(
-                    target=self._checkpoint, name="trio_jobs checkpointer", daemon=True
-                )
-                self._checkpointer.start()
+                try:
+                    self._checkpointer = _started(self._checkpoint, "trio_jobs checkpointer")
+                except StoreError:
+                    self._store.checkpoint()  # here it holds up those who write
         except BaseException:  # noqa: ASYNC103 - an application's clock raises anything
             # Housekeeping that fails costs space; without the writing thread nothing works.
             if not self.is_closed:
@@ -393,6 +399,47 @@ class Bridge:
             self._thread.join()
         if self._checkpointer is not None:
             self._checkpointer.join()
+
+
+async def _in_thread(
+    call: Callable[[], T],
+    limiter: trio.CapacityLimiter,
+    *,
+    abandon_on_cancel: bool = False,
+    or_here: bool = False,
+) -> T:
+    """Call it in one of Trio's threads. Where none can be had it raises `StoreError`, or calls it
+    `or_here`: what has to be closed is closed, though Trio waits for it."""
+    has_begun = False
+
+    def begin() -> T:
+        nonlocal has_begun
+        has_begun = True
+        return call()
+
+    try:
+        return await trio.to_thread.run_sync(
+            begin, abandon_on_cancel=abandon_on_cancel, limiter=limiter
+        )
+    except RuntimeError as error:
+        if has_begun:
+            raise
+        if or_here:
+            return call()
+        raise _no_thread(error) from error
+
+
+def _started(work: Callable[[], None], name: str) -> threading.Thread:
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise _no_thread(error) from error
+    return thread
+
+
+def _no_thread(error: RuntimeError) -> StoreError:
+    return StoreError(f"a thread is needed to reach the file: {error}")
 
 
 async def _parked(write: Write, abort: Callable[[Any], trio.lowlevel.Abort]) -> Any:
