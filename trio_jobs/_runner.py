@@ -78,7 +78,10 @@ async def run_once(
     """Run each job that is due at the call, at most once and in claim order; how many started.
 
     What becomes due meanwhile waits for the next call. `now` (an aware datetime) decides
-    what is due, backoff and deadlines; leases are kept on the real clock. Raises what
+    what is due, backoff and deadlines; leases are kept on the real clock.
+
+    Cancelling it stops in order as for `serve`, with a `grace` of 10 s: a handler under way has
+    that long to end before it is cancelled, and only then this returns. Raises what
     `serve` raises, and `StoreBusy` or `StoreError` when jobs cannot be claimed.
     """
     pools, known = _pools(handlers, workers, queues, unhandled)
