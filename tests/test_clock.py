@@ -263,6 +263,19 @@ async def test_a_clock_that_cannot_be_called_is_refused(wrong: Any) -> None:
             pass
 
 
+@pytest.mark.parametrize("wrong", [1e14, -1e14, 1.7e12, 10**30, math.inf, -math.inf, math.nan])
+async def test_a_clock_that_gives_no_unix_seconds_is_named_by_who_reads_it(wrong: float) -> None:
+    kind = Kind("k", None)
+    seconds = 0.0
+    async with trio_jobs.open_jobs(":memory:", clock=lambda: seconds) as jobs:
+        await jobs.enqueue(kind, None)
+        seconds = wrong
+        with pytest.raises(ValueError, match=r"the clock given to open_jobs is wrong: -?[0-9in]"):
+            await jobs.enqueue(kind, None)
+        seconds = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
+        assert (await jobs.enqueue(kind, None)).enqueued_at.year == 9999
+
+
 # Holding virtual time.
 
 

@@ -8,6 +8,7 @@ the virtual clock: Trio counts a task that waits for a thread as idle, and would
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import time
@@ -43,8 +44,9 @@ class Clock:
         """Trio's own time is virtual; `now` need not be."""
         self._is_given = source is not None
         self._ticks = trio.lowlevel.current_clock().current_time  # what trio.current_time asks
+        self._read: Callable[[], float]
         if source is not None:
-            self._read = source
+            self._read = functools.partial(_sane, source)
         elif self._mock is not None:
             mock, start = self._mock, EPOCH.timestamp()
             self._read = lambda: start + mock.current_time()
@@ -88,6 +90,18 @@ class Clock:
             # A test that set another threshold meanwhile keeps it.
             if held.count == 0 and self._mock.autojump_threshold == math.inf:
                 self._mock.autojump_threshold = held.threshold
+
+
+def _sane(source: Callable[[], float]) -> float:
+    # Milliseconds, most likely. What they make does not fit into the file, and an error about
+    # that would not name the culprit.
+    seconds = source()
+    if not abs(seconds) * MICROSECONDS <= LATEST:  # nor is NaN
+        raise ValueError(
+            f"the clock given to open_jobs is wrong: {seconds!r} are no Unix seconds before the"
+            " year 10000"
+        )
+    return seconds
 
 
 def _mock_clock() -> MockClock | None:

@@ -78,7 +78,8 @@ async def open_jobs(
     """Open the jobs of one file: a path, `":memory:"`, or a `SqliteStore`.
 
     `clock` gives Unix seconds, from any thread; the default is `time.time`, or Trio's
-    virtual time under `trio.testing.MockClock`. `max_payload` bounds payloads and results:
+    virtual time under `trio.testing.MockClock`; what is no Unix time before the year 10000 raises
+    `ValueError` where it is read. `max_payload` bounds payloads and results:
     bytes. Raises `StoreError` for a file that cannot be used (a newer schema, not a
     database, not writable). After the block every use raises `trio.ClosedResourceError`.
     """
