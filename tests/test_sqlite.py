@@ -24,7 +24,7 @@ import apsw
 import pytest
 from stories import PassThrough, new_job as new, reader, writer
 
-from trio_jobs import StoreBusy, StoreError, _connections, _lifecycle, _schema
+from trio_jobs import StoreBusy, StoreError, _connections, _drivers, _lifecycle, _schema
 from trio_jobs._connections import has_reset_bug
 from trio_jobs._drivers import Connection, Driver, Record, Values
 from trio_jobs._lifecycle import Raised, Returned
@@ -1859,3 +1859,19 @@ def fill(store: SqliteStore, columns: str, rows: int) -> None:
         """
     )
     writer(store).execute(f"UPDATE trio_jobs_meta SET next_id = next_id + {rows}")
+
+
+@pytest.mark.parametrize("connect", [_drivers.connect_sqlite3, _drivers.connect_apsw])
+def test_a_connection_whose_last_statement_failed_lets_go_of_the_file_when_it_closes(
+    connect: Callable[[str], Connection], tmp_path: Path
+) -> None:
+    connection = connect(str(tmp_path / "app.db"))
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("CREATE TABLE it (id INTEGER PRIMARY KEY)")
+    with pytest.raises(StoreError) as caught:
+        connection.execute("INSERT INTO it SELECT 1 UNION ALL SELECT 1")
+
+    connection.close()
+
+    assert caught.value.__cause__ is not None  # whose traceback has the cursor
+    assert [path.name for path in tmp_path.iterdir()] == ["app.db"]  # the last takes the log along

@@ -158,7 +158,8 @@ class Connections:
         self._is_closing = True
         with self.writing, self._reading_ended(), self.checkpointing:
             leave()
-            for connection in (self.reader, self.checkpointer, self.writer):
+            # In memory one of them is all.
+            for connection in dict.fromkeys((self.reader, self.checkpointer, self.writer)):
                 if connection is not None:
                     connection.close()
             if self.writer is not None and self.file is not None:

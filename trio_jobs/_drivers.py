@@ -99,6 +99,9 @@ class Sqlite3Connection:
         self._connection.interrupt()
 
     def close(self) -> None:
+        # A statement that failed is its cursor's until that goes, with whoever has the error's
+        # traceback, and so long SQLite keeps the file open.
+        self._cursor.close()
         self._connection.close()
 
 
