@@ -157,8 +157,8 @@ MUTANTS: Final[Sequence[Mutant]] = [
     Mutant(
         "who is of another process is taken for dead",
         "_owners.py",
-        "if process != here and self._is_dead(process, here)",
-        "if process != here",
+        "return process != here and self._is_dead(process, here)",
+        "return process != here",
     ),
     Mutant(
         "a handler goes on when its lease cannot be renewed",
