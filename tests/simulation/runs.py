@@ -201,6 +201,8 @@ class _Run:
             if not self.world.work.endless:
                 raise
             self.world.work.close()
+            for process in self.world.processes:
+                process.forget()
             return None
 
     def settle_by(self, audit: Audit) -> int:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import trio
 
+from trio_jobs import _drivers, _hub
+
 from . import report, work
 from .flavours import draw
 from .handlers import _Acting
@@ -67,11 +69,13 @@ def test_after_a_run_that_was_broken_off_others_are_as_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = run(draw(1), digests=True)
+    kept = ({**_drivers._open}, {**_hub._hubs})
     with monkeypatch.context() as patch:
         patch.setattr(work, "MOST", 1_000)
         broken = [run(draw(seed)).evidence.endless for seed in range(5)]
     after = run(draw(1), digests=True)
 
     assert any(broken)
+    assert (_drivers._open, _hub._hubs) == kept
     assert after.digest == before.digest
     assert not after.violations

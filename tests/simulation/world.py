@@ -23,7 +23,7 @@ import trio
 import trio._core._run as trio_run
 from trio.testing import MockClock
 
-from trio_jobs import Jobs, Runner
+from trio_jobs import Jobs, Runner, _hub
 from trio_jobs._drivers import ApswConnection, Connection, Record, Values
 from trio_jobs._identity import Process as Identity
 from trio_jobs.testing import EPOCH
@@ -311,6 +311,12 @@ class Process:
         self.is_alive = False
         for native in self.natives:
             native.close(True)
+
+    def forget(self) -> None:
+        """What the library keeps of it, if it could not close in order."""
+        _hub._hubs.pop(self.name, None)
+        if hasattr(self, "store"):
+            self.store._connections.close(lambda: None)
 
     @contextlib.contextmanager
     def shield(self) -> Iterator[None]:
