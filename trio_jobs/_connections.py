@@ -229,13 +229,15 @@ class Connections:
     def patiently(self, connection: Connection, sql: str, values: Values = ()) -> list[Record]:
         """Run a statement that may meet others' locks, outside a transaction."""
         waited = 0.0
+        waits_to_write = connection is self.writer
         while True:
             try:
                 return connection.execute(sql, values)
             except StoreBusy as error:
-                self._is_waiting = self._is_waiting or connection is self.writer
+                self._is_waiting = self._is_waiting or waits_to_write
                 if self._is_closing or waited >= self._busy_timeout:
-                    raise StoreBusy(f"{error} (waited {waited:.3g} s)") from error
+                    who = _HOLDER if waits_to_write and not self._is_closing else ""
+                    raise StoreBusy(f"{error} (waited {waited:.3g} s){who}") from error
             # SQLite's own waiting starves the slowest of four busy processes, short random
             # sleeps do not. Who has waited for a second does not wait for one of those.
             pause = self._seams.random.uniform(50e-6, 400e-6) * (1 if waited < 1 else 10)
@@ -267,10 +269,15 @@ def has_reset_bug(version: tuple[int, ...]) -> bool:
 
 WRITE_NOTHING: Final = "UPDATE trio_jobs_meta SET one = 1 WHERE one = 0"
 
+_HOLDER: Final = (
+    ": another connection has a transaction open, perhaps one of this process that waits for this"
+    " call"
+)
+
 _OLD_SQLITE: Final = (
-    "SQLite %s can corrupt a file when a checkpoint meets a commit (fixed in 3.51.3, 3.50.7 and"
-    " 3.44.6). The checkpoints of trio_jobs cannot; the application's connections to its file"
-    " should set PRAGMA wal_autocheckpoint = 0"
+    "trio_jobs is safe with this SQLite, %s. Only an application with connections of its own to the"
+    " file has something to do: set PRAGMA wal_autocheckpoint = 0 on them, for a checkpoint of this"
+    " version can corrupt a file (fixed in 3.51.3, 3.50.7 and 3.44.6)"
 )
 
 
