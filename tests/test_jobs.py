@@ -529,9 +529,24 @@ async def test_P8_the_limit_is_a_million_bytes_unless_it_is_given(jobs: Jobs) ->
 
 async def test_what_is_no_kind_is_refused(jobs: Jobs) -> None:
     wrong: Any
-    for wrong in ("number", None, int, double):
-        with pytest.raises(TypeError, match="kind must be a Kind"):
+    for wrong in ("number", None, int):
+        with pytest.raises(TypeError, match=r"kind must be a Kind, not \w+$"):
             await jobs.enqueue(wrong, 1)
+
+
+async def test_a_handler_in_place_of_its_kind_is_told_so(jobs: Jobs) -> None:
+    job = await jobs.enqueue(number, 1)
+    wrong: Any = double
+
+    for call in (
+        lambda: jobs.enqueue(wrong, 1),
+        lambda: jobs.enqueue_many(wrong, [1]),
+        lambda: jobs.get(job.id, wrong),
+        lambda: jobs.find(kind=wrong),
+        lambda: jobs.counts(kind=wrong),
+    ):
+        with pytest.raises(TypeError, match=r"not Handler: use handler\.kind$"):
+            await call()
 
 
 # enqueue_many.

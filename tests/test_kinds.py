@@ -426,8 +426,18 @@ doubling = number.handled_by(doubles)
 same_name = Kind("number", str).handled_by(AsyncMock())
 
 BAD_SETTINGS: list[tuple[list[Any], dict[str, Any], type[Exception], str]] = [
-    ([doubling, number.handled_by(doubles)], {}, ValueError, "kind 'number' has two handlers"),
-    ([doubling, same_name], {}, ValueError, "kind 'number' has two handlers"),
+    (
+        [doubling, number.handled_by(takes_more)],
+        {},
+        ValueError,
+        "kind 'number' has two handlers: doubles and takes_more",
+    ),
+    (
+        [doubling, same_name],
+        {},
+        ValueError,
+        "two Kinds are named 'number': those of the handlers doubles and AsyncMock",
+    ),
     ([doubles], {}, TypeError, "is no Handler: bind a function"),
     ([number], {}, TypeError, "is no Handler: bind a function"),
     ([doubling], {"workers": 0}, ValueError, "workers must be a whole number from 1 on"),

@@ -591,7 +591,7 @@ def test_the_log_is_one_line_a_record_and_goes_to_stderr(tmp_path: Path, databas
         ("app_handlers:NONE", "is empty"),
         ("app_handlers:nap", "it gave Kind"),
         ("app_handlers:make_async", "is an async function, no Handler"),
-        ("app_handlers:TWICE", "kind 'blocking' has two handlers"),
+        ("app_handlers:TWICE", "kind 'blocking' has two handlers: block and do_not_block$"),
     ],
 )
 @pytest.mark.usefixtures("app_handlers")

@@ -175,6 +175,22 @@ async def test_run_gives_the_result_as_a_reader_would_see_it() -> None:
     assert result == [1, 1]
 
 
+async def test_what_is_no_handler_is_refused_as_serve_does() -> None:
+    wrong: Any
+    for wrong in (resize, make_thumbnails.fn):
+        with pytest.raises(
+            TypeError, match=r"is no Handler: bind a function with @kind\.handled_by"
+        ):
+            await testing.run(wrong, Resize("cat.jpg"))
+
+
+def test_an_attempt_of_a_handler_is_told_to_use_its_kind() -> None:
+    wrong: Any = make_thumbnails
+
+    with pytest.raises(TypeError, match=r"kind must be a Kind, not Handler: use handler\.kind"):
+        testing.attempt(wrong, Resize("cat.jpg"))
+
+
 async def test_run_is_a_checkpoint_whatever_the_handler_does() -> None:
     kind = Kind("k", int, int)
 

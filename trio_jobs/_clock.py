@@ -163,7 +163,10 @@ def instant_of(moment: datetime, name: str) -> Instant:
     if not isinstance(moment, datetime):
         raise TypeError(f"{name} must be a datetime, not {type(moment).__name__}")
     if moment.utcoffset() is None:
-        raise ValueError(f"{name} must be an aware datetime; this one has no time zone")
+        raise ValueError(
+            f"{name} must be an aware datetime; this one has no time zone: make it with"
+            " tzinfo=datetime.UTC, or with datetime.datetime.now(tz=datetime.UTC)"
+        )
     return min((moment - _UNIX_EPOCH) // _MICROSECOND, LATEST)
 
 

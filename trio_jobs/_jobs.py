@@ -23,7 +23,7 @@ from ._codec import Codec
 from ._errors import JobNotFound, StateError
 from ._hub import Hub, Listener, join_hub, leave_hub
 from ._job import Job, PastAttempt, past_attempt
-from ._kinds import Kind
+from ._kinds import Kind, but_not, checked_kind
 from ._lifecycle import IllegalTransition
 from ._lookout import Lookout
 from ._model import Instant, NewJob, Row, State
@@ -225,9 +225,10 @@ class Jobs:
     async def get(self, id: int, kind: None = None) -> Job[object]: ...
     async def get(self, id: int | Job[Any], kind: Kind[Any, Any] | None = None) -> Job[Any]:
         """The job as it is now. Raises `JobNotFound`, also if it is of another kind."""
+        name = None if kind is None else checked_kind(kind).name
         row = await self._row(id)
-        if kind is not None and kind.name != row.kind:
-            raise JobNotFound(f"job {row.id} is not of kind {kind.name!r}")
+        if kind is not None and name != row.kind:
+            raise JobNotFound(f"job {row.id} is not of kind {name!r}")
         return Job(row, _codec_for(id, kind))
 
     @overload
@@ -373,8 +374,7 @@ class Jobs:
         priority: int | None,
         key: str | None,
     ) -> NewJob:
-        if not isinstance(kind, Kind):
-            raise TypeError(f"kind must be a Kind, not {type(kind).__name__}")
+        checked_kind(kind)
         if key is not None and not isinstance(key, str):
             raise TypeError(f"key must be a str, not {type(key).__name__}")
         return NewJob(
@@ -449,7 +449,7 @@ def _name_of(kind: Kind[Any, Any] | str | None) -> str | None:
     if isinstance(kind, Kind):
         return kind.name
     if kind is not None and not isinstance(kind, str):
-        raise TypeError(f"kind must be a Kind or its name, not {type(kind).__name__}")
+        raise TypeError(f"kind must be a Kind or its name, {but_not(kind)}")
     return None if kind is None else storable(kind, "kind")
 
 

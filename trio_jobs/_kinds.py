@@ -151,6 +151,28 @@ class Handler:
         return f"<Handler of {self.kind.name!r}: {name_of(self.fn)}>"
 
 
+def checked_kind(kind: object) -> Kind[Any, Any]:
+    """It, or `TypeError` for anything else."""
+    if not isinstance(kind, Kind):
+        raise TypeError(f"kind must be a Kind, {but_not(kind)}")
+    return kind
+
+
+def but_not(kind: object) -> str:
+    """The end of a message about something that is no kind."""
+    hint = ": use handler.kind" if isinstance(kind, Handler) else ""
+    return f"not {type(kind).__name__}{hint}"
+
+
+def checked_handler(handler: object) -> Handler:
+    """It, or `TypeError` for anything else."""
+    if not isinstance(handler, Handler):
+        raise TypeError(
+            f"{name_of(handler)!r} is no Handler: bind a function with @kind.handled_by"
+        )
+    return handler
+
+
 def policy_of(retry: Retry, on_interrupt: Literal["retry", "fail"]) -> Policy:
     """The values of a kind that the pure lifecycle decides by."""
     return Policy(

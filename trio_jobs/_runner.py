@@ -13,7 +13,7 @@ from ._checks import is_async, name_of, seconds
 from ._clock import instant_of
 from ._engine import Engine, Once
 from ._jobs import Jobs
-from ._kinds import Handler
+from ._kinds import Handler, checked_handler
 from ._statistics import Statistics
 from ._unhandled import Unhandled
 
@@ -136,12 +136,9 @@ def _pools(
     if not isinstance(handlers, Iterable):
         raise TypeError(f"handlers must be a list of Handlers, not {handlers!r}")
     for handler in handlers:
-        if not isinstance(handler, Handler):
-            raise TypeError(
-                f"{name_of(handler)!r} is no Handler: bind a function with @kind.handled_by"
-            )
-        if by_kind.setdefault(handler.kind.name, handler) is not handler:
-            raise ValueError(f"kind {handler.kind.name!r} has two handlers")
+        first = by_kind.setdefault(checked_handler(handler).kind.name, handler)
+        if first is not handler:
+            raise ValueError(_two(first, handler))
     if unhandled not in ("leave", "fail") and not is_async(unhandled):
         raise ValueError(
             f'unhandled must be "leave", "fail" or an async function, not {unhandled!r}'
@@ -169,6 +166,14 @@ def _pools(
             for name, number in queues.items()
         ], known
     return [(_served(by_kind, queues), _workers(workers, "workers"))], known
+
+
+def _two(first: Handler, second: Handler) -> str:
+    name = first.kind.name
+    functions = f"{name_of(first.fn)} and {name_of(second.fn)}"
+    if first.kind is second.kind:
+        return f"kind {name!r} has two handlers: {functions}"
+    return f"two Kinds are named {name!r}: those of the handlers {functions}"
 
 
 def _list(names: Iterable[object]) -> str:

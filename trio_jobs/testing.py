@@ -11,7 +11,7 @@ from ._bridge import bridges_here
 from ._clock import EPOCH as EPOCH
 from ._handler import Attempt
 from ._jobs import Jobs
-from ._kinds import Handler, Kind
+from ._kinds import Handler, Kind, checked_handler, checked_kind
 
 __all__ = ["EPOCH", "attempt", "run", "settled"]
 
@@ -29,6 +29,7 @@ def attempt(
     The payload goes through the codec as in earnest. What the handler publishes is checked
     and shows in `attempt.published`; there are no `attempt.jobs`. Raises `PayloadError`.
     """
+    checked_kind(kind)
     stored = kind.payload_codec.encode(payload, _MAX_BYTES)
     results = kind.result_codec
     latest = None if published is None else results.encode(published, _MAX_BYTES)
@@ -55,7 +56,7 @@ async def run(handler: Handler, payload: object) -> object:
 
     Raises `PayloadError` if the payload or the result does not fit its type.
     """
-    kind = handler.kind
+    kind = checked_handler(handler).kind
     result = await handler(attempt(kind, payload))
     await trio.lowlevel.checkpoint()
     return kind.result_codec.decode(kind.result_codec.encode(result, _MAX_BYTES))
