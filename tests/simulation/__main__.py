@@ -79,7 +79,6 @@ def main(
 
         summary = run_many(numbers, workers, until, note)
     took = time.monotonic() - began
-    console.print("how often each thing happened:")
     for line in report.coverage(summary.coverage, summary.runs):
         console.print(line, markup=False)
     rate = summary.runs / took

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
@@ -24,6 +25,7 @@ from typing import Final, NamedTuple
 
 import click
 
+from .invariants import PROMISES
 from .progress import INTERRUPTED
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -33,6 +35,8 @@ LONGEST: Final = 180
 """Seconds for one mutant; of one that takes longer nothing is known, it may only be slow. Where
 others are at work too, 300 seeds that find nothing take more than two minutes. (A run without an
 end is broken off, unless it is one loop of Python that asks for nothing.)"""
+_WIDTH: Final = 90
+"""Characters of how it was found."""
 
 
 class Mutant(NamedTuple):
@@ -483,7 +487,8 @@ class Verdict(NamedTuple):
             said = f"survives, but {self.mutant.equivalent}"
         else:
             said = "SURVIVES"
-        return f"{self.mutant.name}: {said} ({self.seconds:.0f} s) {self.how}".rstrip()
+        how = textwrap.shorten(self.how, _WIDTH, placeholder=" ...")
+        return f"{self.mutant.name}: {said} ({self.seconds:.0f} s) {how}".rstrip()
 
 
 def copy_with(mutant: Mutant, to: Path) -> None:
@@ -554,7 +559,7 @@ def verdict_of(mutant: Mutant, seeds: int, simulators: Simulators) -> Verdict:
         mutant,
         None if found is None else int(found[1]),
         seconds,
-        "" if how is None else how[1][:90],
+        "" if how is None else how[1],
     )
 
 
@@ -584,15 +589,20 @@ def main(seeds: int, only: str, workers: int) -> None:
     if not chosen:
         raise click.BadParameter(f"no mutant has {only!r} in its name.", param_hint="--only")
     found = wanted = 0
+    broken: set[str] = set()
     try:
         with contextlib.closing(verdicts(chosen, seeds, workers)) as all_verdicts:
             for verdict in all_verdicts:
                 if not verdict.mutant.equivalent:
                     wanted += 1
                     found += verdict.seed is not None
+                broken.add(verdict.how.partition(":")[0])
                 click.echo(verdict)
     except KeyboardInterrupt:
         click.echo(f"interrupted: {found} of {wanted} found")
         sys.exit(INTERRUPTED)
+    for name, promise in PROMISES.items():
+        if name in broken:
+            click.echo(f"{name} is: {promise}")
     click.echo(f"{found} of {wanted} found")
     sys.exit(found < WANTED * wanted)

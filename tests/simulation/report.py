@@ -150,6 +150,10 @@ def _cut(thing: object, width: int) -> str:
 
 def coverage(counts: Counter[str], runs: int) -> Iterator[str]:
     """How often each rare thing happened, the rarest first; and what should have, and has not."""
+    yield (
+        "how often each rare way was gone, the rarest first (0 is no mistake; one that so many runs"
+        " should have gone is named below):"
+    )
     for name in sorted({*counts, *NAMES}, key=lambda name: (counts[name], name)):
         yield f"{counts[name]:9,}  {name}"
     if never := missing(counts, runs):

@@ -254,11 +254,12 @@ def main(context: click.Context, with_pairs: bool, every: int, name: str | None)
     cases = [*singles(script), *stops(script)]
     if with_pairs:
         cases += pairs(script)
-    cases = cases[::every]
-    console.print(
-        f"{len(script.statements)} statements and {script.steps} steps of tasks:"
-        f" {len(cases):,} cases"
+    size = (
+        f"{len(script.statements)} statements and {script.steps} steps of tasks"
+        f" make {len(cases):,} cases"
     )
+    cases = cases[::every]
+    console.print(size if every == 1 else f"{size}; every {every:,}th of them: {len(cases):,}")
     failed: list[tuple[Case, list[str]]] = []
     began = time.monotonic()
     done = 0

@@ -46,6 +46,20 @@ def test_a_planted_fault_is_found_by_a_seed(name: str, how: str) -> None:
     assert verdict.how.startswith(how)
 
 
+def test_what_is_told_of_it_ends_with_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    how = "I3: job 1: claims went from 0 to 0: Step(seq=3, at=2014000002, who='1#1', wall=1577836)"
+    verdict = Verdict(MUTANTS[0], 0, 1.0, f"{how} and more and more")
+    monkeypatch.setattr(mutants, "verdict_of", lambda *_, **__: verdict)
+
+    *_, told, legend, count = (
+        CliRunner().invoke(mutants.main, ["--workers", "1"]).output.split("\n")[:-1]
+    )
+
+    assert told.endswith("who='1#1', ...")
+    assert legend.startswith("I3 is: claims, attempts and interruptions are counted")
+    assert count.endswith(" found")
+
+
 def test_of_a_mutant_that_takes_too_long_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mutants, "LONGEST", 0.01)
 

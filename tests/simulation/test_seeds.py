@@ -211,7 +211,8 @@ def test_a_way_that_so_many_runs_should_have_gone_and_never_went_is_told(
 ) -> None:
     counts = Counter(dict.fromkeys(set(NAMES) - {"drain", "self-fence"}, 1))
 
-    *_, last = report.coverage(counts, runs)
+    first, *_, last = report.coverage(counts, runs)
+    assert first.startswith("how often each rare way was gone")
 
     says = f"never happened, and should have in {runs:,} runs: {told}"
     assert (last == says) if told else ("never happened" not in last)

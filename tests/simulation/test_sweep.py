@@ -95,3 +95,11 @@ def test_some_of_the_cases_keep_all_promises() -> None:
 
     assert len(cases) > 20_000
     assert broken == {}
+
+
+def test_how_many_cases_every_nth_makes_is_told() -> None:
+    told = CliRunner().invoke(sweep.main, ["--every", "5000"]).output
+
+    script = sweep.length()
+    cases = len([*sweep.singles(script), *sweep.stops(script)])
+    assert f" make {cases:,} cases; every 5,000th of them: 1\n" in told
