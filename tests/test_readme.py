@@ -158,7 +158,7 @@ def test_the_reference_has_every_field() -> None:
     past = {field.name for field in dataclasses.fields(PastAttempt)}
     assert told(r"`Statistics`:(.*?)\|") == {one.name for one in dataclasses.fields(Statistics)}
     assert told(r"`list\[PastAttempt\]`:(.*?)\|") == past | set(get_args(Outcome))
-    assert told(r"An `Attempt` has (.*?)\.\n") == public(Attempt)
+    assert told(r"A handler's `Attempt` has (.*?)\.\n") == public(Attempt)
     assert told(r"A `Job` has (`id.*?)\.\n") == public(Job)
 
 
