@@ -231,6 +231,17 @@ async def test_R5_a_job_that_kills_its_process_ends_dead_and_leaves_no_innocent_
     assert lives == 3
 
 
+def test_a_lost_job_that_is_given_back_without_a_start_has_proven_nothing() -> None:
+    probation = Probation()
+    probation.took((1, 2), 0)
+    beside = probation.allowance(1)
+    is_another_free = probation.ended((1, 2), has_started=False)
+
+    assert beside.limit == 0
+    assert is_another_free
+    assert probation.allowance(2).limit == 1
+
+
 def test_a_suspect_starts_alone_and_not_beside_a_victim_that_lives_its_last_life() -> None:
     probation = Probation()
     victim, suspect = (1, 4), (2, 3)

@@ -302,7 +302,7 @@ class Engine:
         self._tally.count(change)
         if self.once is not None and self._is_due_again(change.after, self.once):
             self._spent.add(change.after.id)
-        self._let_go(execution)
+        self._let_go(execution, is_end=change.after.state.is_final)
 
     def _is_due_again(self, row: Row, once: Once) -> bool:
         due_by = max(once.due_by, row.enqueued_at) if once.now is None else once.due_by
@@ -320,9 +320,11 @@ class Engine:
         for pool in self._pools:
             pool.wake()
 
-    def _let_go(self, execution: Execution) -> None:
+    def _let_go(self, execution: Execution, *, is_end: bool = False) -> None:
         self._keeper.drop(execution)
-        if self.probation.ended(execution.fence):
+        # One whose payload does not decode ends without a start, and is as harmless as others.
+        has_started = is_end or execution.began_at is not None
+        if self.probation.ended(execution.fence, has_started=has_started):
             self.lost_jobs_may_start()
         if self._unwritten and execution in self._unwritten:
             self._unwritten.discard(execution)

@@ -72,13 +72,16 @@ class Probation:
         if is_last_life:
             self._last_lives.add(fence)
 
-    def ended(self, fence: Fence) -> bool:
+    def ended(self, fence: Fence, *, has_started: bool = True) -> bool:
         """True if others may start because of it."""
         if fence not in self._unproven and fence not in self._last_lives:
             return False
         self._last_lives.discard(fence)
         if fence in self._unproven:
-            self._prove(fence)
+            if has_started:
+                self._prove(fence)
+            else:
+                del self._unproven[fence]  # it was given back, and has shown nothing
         return True
 
     def _prove(self, fence: Fence) -> None:
