@@ -113,7 +113,7 @@ async def test_a_kind_has_one_handler(autojump_clock: MockClock) -> None:
     twice = [plain.handled_by(Script(None)), Kind("plain", int).handled_by(Script(None))]
     async with trio_jobs.open_jobs(":memory:") as jobs:
         for call in (serve, run_once):
-            with pytest.raises(ValueError, match="'plain' has two handlers"):
+            with pytest.raises(ValueError, match="two Kinds are named 'plain'"):
                 await call(jobs, twice)
             with pytest.raises(TypeError, match="handled_by"):
                 await call(jobs, [double])  # type: ignore[list-item]

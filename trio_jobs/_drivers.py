@@ -101,7 +101,8 @@ class Sqlite3Connection:
     def close(self) -> None:
         # A statement that failed is its cursor's until that goes, with whoever has the error's
         # traceback, and so long SQLite keeps the file open.
-        self._cursor.close()
+        with contextlib.suppress(sqlite3.ProgrammingError):  # closed before
+            self._cursor.close()
         self._connection.close()
 
 
