@@ -532,6 +532,8 @@ async def test_what_is_no_kind_is_refused(jobs: Jobs) -> None:
     for wrong in ("number", None, int):
         with pytest.raises(TypeError, match=r"kind must be a Kind, not \w+$"):
             await jobs.enqueue(wrong, 1)
+        with pytest.raises(TypeError, match=r"kind must be a Kind, not \w+$"):
+            await jobs.enqueue_many(wrong, [])
 
 
 async def test_a_handler_in_place_of_its_kind_is_told_so(jobs: Jobs) -> None:

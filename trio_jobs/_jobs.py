@@ -169,6 +169,7 @@ class Jobs:
 
         Options are those of `enqueue`; `keys` are as many as payloads.
         """
+        checked_kind(kind)  # there may be no payloads
         if isinstance(payloads, str | bytes):
             raise TypeError(
                 f"payloads must be a list of payloads, not a {type(payloads).__name__}: "
@@ -227,7 +228,7 @@ class Jobs:
         """The job as it is now. Raises `JobNotFound`, also if it is of another kind."""
         name = None if kind is None else checked_kind(kind).name
         row = await self._row(id)
-        if kind is not None and name != row.kind:
+        if name is not None and name != row.kind:
             raise JobNotFound(f"job {row.id} is not of kind {name!r}")
         return Job(row, _codec_for(id, kind))
 
