@@ -28,20 +28,24 @@ T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
 
 HANDLERS = """
+import logging
 import time
 import trio
 from trio_jobs import Kind
 
+log = logging.getLogger("app")
 nap = Kind("nap", float, str)
 blocking = Kind("blocking", float, str)
 
 @nap.handled_by
 async def take_nap(attempt):
+    log.info("job %d has begun", attempt.job_id)
     await trio.sleep(attempt.payload)
     return "slept"
 
 @blocking.handled_by
 async def block(attempt):
+    log.info("job %d has begun", attempt.job_id)
     print("this is buffered")
     await trio.to_thread.run_sync(time.sleep, attempt.payload)
     return "blocked"
@@ -413,6 +417,10 @@ class Worker:
     def wait_for_state(self, id: int, state: State) -> None:
         self.wait_for(lambda: self.job(id).state is state)
 
+    def wait_for_handler(self, id: int) -> None:
+        """A row is running before its handler is: a stop between the two hands it back."""
+        self.wait_for_log(f"job {id} has begun")
+
     def enqueue(self, kind: Kind[float, str], payload: float) -> int:
         return using(self.database, lambda jobs: jobs.enqueue(kind, payload)).id
 
@@ -468,7 +476,7 @@ def test_d1_a_signal_lets_what_is_under_way_end_and_starts_nothing_more(
     queued = [worker.enqueue(nap, 1.0) for _ in range(5)]
     process = worker.start("--workers", "2", "--grace", "20")
     for id in running:
-        worker.wait_for_state(id, State.RUNNING)
+        worker.wait_for_handler(id)
 
     process.send_signal(number)
 
@@ -482,7 +490,7 @@ def test_d1_a_signal_lets_what_is_under_way_end_and_starts_nothing_more(
 def test_d2_when_the_grace_is_over_jobs_are_handed_back_at_once(worker: Worker) -> None:
     id = worker.enqueue(nap, 60.0)
     process = worker.start("--grace", "0.3")
-    worker.wait_for_state(id, State.RUNNING)
+    worker.wait_for_handler(id)
 
     process.terminate()
 
@@ -497,7 +505,7 @@ def test_d2_when_the_grace_is_over_jobs_are_handed_back_at_once(worker: Worker) 
 def test_a_second_signal_cuts_the_grace(worker: Worker, number: int) -> None:
     id = worker.enqueue(nap, 60.0)
     process = worker.start("--grace", "60")
-    worker.wait_for_state(id, State.RUNNING)
+    worker.wait_for_handler(id)
     process.send_signal(number)
     worker.wait_for_log("stopping")
 
@@ -510,14 +518,31 @@ def test_a_second_signal_cuts_the_grace(worker: Worker, number: int) -> None:
     assert worker.outcomes(id) == [(1, "interrupted")]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_that_go_on_coming_do_not_change_how_a_stop_ends(
+    worker: Worker, number: int
+) -> None:
+    id = worker.enqueue(nap, 60.0)
+    process = worker.start("--grace", "60")
+    worker.wait_for_handler(id)
+
+    while process.poll() is None:
+        process.send_signal(number)
+        time.sleep(0.001)
+
+    assert process.returncode == 0, worker.log.read_text()
+    assert worker.outcomes(id) == [(1, "interrupted")]
+    assert worker.log.read_text().splitlines()[-1].endswith("stopped")
+
+
 def test_h3_a_thread_does_not_keep_the_process_and_its_job_is_taken_up_again(
     worker: Worker,
 ) -> None:
     stuck = worker.enqueue(blocking, 60.0)
     short = worker.enqueue(nap, 60.0)
     process = worker.start("--grace", "0.5", "--lease", "1.5")
-    worker.wait_for_state(stuck, State.RUNNING)
-    worker.wait_for_state(short, State.RUNNING)
+    worker.wait_for_handler(stuck)
+    worker.wait_for_handler(short)
 
     start = time.monotonic()
     process.terminate()
@@ -540,7 +565,7 @@ def test_h3_a_thread_does_not_keep_the_process_and_its_job_is_taken_up_again(
 def test_a_thread_that_ends_in_time_has_its_result_stored(worker: Worker) -> None:
     id = worker.enqueue(blocking, 1.0)
     process = worker.start("--grace", "0")
-    worker.wait_for_state(id, State.RUNNING)
+    worker.wait_for_handler(id)
 
     process.terminate()
 

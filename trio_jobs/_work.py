@@ -11,8 +11,10 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Final, NoReturn
 
 import click
@@ -44,7 +46,7 @@ async def work(
     """
     handlers = list(handlers)
     is_new = not os.path.exists(database)  # noqa: ASYNC240 - nothing else runs yet
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+    with _stop_signals() as signals:
         async with open_jobs(database) as jobs, trio.open_nursery() as nursery:
             async with trio.open_nursery() as serving:
                 try:
@@ -62,6 +64,32 @@ async def work(
                 nursery.start_soon(_end_process_if_stuck, runner)
             nursery.cancel_scope.cancel()
     _log.info("stopped")
+
+
+@contextmanager
+def _stop_signals() -> Iterator[AsyncIterator[int]]:
+    """SIGTERM and SIGINT as values, and ignored to the end of the process after a stop in order.
+
+    Whoever signals then asks for what has been done: it must not change how the process ends.
+    """
+    others: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        others.append(number)
+
+    # What the receiver puts back when it closes, so that there is no moment without a handler.
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with trio.open_signal_receiver(*before) as signals:
+            for number in others:
+                signal.raise_signal(number)
+            yield signals
+    except BaseException:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        raise
+    for number in before:
+        signal.signal(number, signal.SIG_IGN)
 
 
 async def _obey(signals: AsyncIterator[int], runner: Runner, serving: trio.CancelScope) -> None:
