@@ -202,8 +202,9 @@ def test_a_rate_is_measured(rate: Callable[[int], Sample], count: int) -> None:
     assert rate(count)[RATE] > 0
 
 
-def test_a_latency_is_measured_without_a_library() -> None:
-    assert floor.latency(3)[P50] > 0
+@pytest.mark.parametrize("per_second", [None, 500])
+def test_a_latency_is_measured_without_a_library(per_second: float | None) -> None:
+    assert floor.latency(5, per_second=per_second)[P50] > 0
 
 
 def test_a_full_table_is_made_of_one_job_and_works_on() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from typing import Final
 
 import trio
@@ -97,7 +98,7 @@ _TABLES: Final = (
 
 INSERT: Final = "INSERT INTO job (kind, enqueued_at, run_at, payload) VALUES ('noop', ?, ?, ?)"
 
-CLAIM: Final = f"""
+_CLAIM: Final = f"""
 UPDATE job SET
     state = 2, attempt = attempt + 1, claims = claims + 1, lease_until = ?, started_at = ?
 WHERE id IN (
@@ -173,9 +174,19 @@ def _fused(opened: Connection, ended: list[tuple[int, int]]) -> list[tuple[int, 
     now = instant()
     rows(opened, "BEGIN IMMEDIATE")
     if ended:
-        rows(opened, _FINISH, (now, json.dumps(ended)))
-    claimed = rows(opened, CLAIM, (now + LEASE, now, now))
+        finish(opened, now, ended)
+    claimed = claim(opened, now)
     rows(opened, "COMMIT")
+    return claimed
+
+
+def finish(opened: Connection, now: int, fences: Sequence[tuple[int, int]]) -> None:
+    rows(opened, _FINISH, (now, json.dumps(fences)))
+
+
+def claim(opened: Connection, now: int) -> list[tuple[int, int]]:
+    """Returns the fences of the claimed rows."""
+    claimed = rows(opened, _CLAIM, (now + LEASE, now, now))
     return [(id, claims) for id, claims, _, _ in claimed]
 
 

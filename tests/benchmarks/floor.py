@@ -8,14 +8,17 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import trio
 
-from .bare import CLAIM, INSERT, LEASE, PAUSE, instant, make_tables, payload
+from .bare import INSERT, PAUSE, claim, finish, instant, make_tables, payload
 from .files import connection, fresh_file, rows
 from .names import P50, P99
 from .rounds import Sample, Watch, percentile
+
+END: Final = -1
+"""Given instead of a number: one of the running rows has come to its end."""
 
 
 class Thread:
@@ -95,28 +98,48 @@ def inserts(count: int, tasks: int) -> Sample:
         return trio.run(main)
 
 
-def latency(count: int) -> Sample:
-    """A row is inserted and claimed in one transaction, now and then, and its task is woken."""
+def latency(count: int, *, per_second: float | None) -> Sample:
+    """A row is inserted and claimed in one transaction, its task is woken, and its end written.
+
+    Now and then, or so many a second, as `ours.latency` does it.
+    """
     took: list[float] = []
+    running: list[tuple[int, int]] = []
     with fresh_file() as path, connection(path, "sqlite3", "full") as opened:
         make_tables(opened)
 
         def write(numbers: Sequence[int]) -> None:
             at = instant()
+            new = [number for number in numbers if number != END]
+            ended = len(numbers) - len(new)
             rows(opened, "BEGIN IMMEDIATE")
-            for number in numbers:
-                rows(opened, INSERT, (at, at, payload(number)))
-            rows(opened, CLAIM, (at + LEASE, at, at))
+            if ended:
+                finish(opened, at, running[:ended])
+                del running[:ended]
+            if new:
+                opened.executemany(INSERT, [(at, at, payload(number)) for number in new])
+                running.extend(claim(opened, at))
             rows(opened, "COMMIT")
+
+        async def job(thread: Thread, number: int, start: float) -> None:
+            await thread.give(number)
+            took.append((time.monotonic() - start) * 1000)
+            await thread.give(END)
 
         async def main() -> None:
             thread = Thread(write)
             with thread.running():
-                for number in range(count):
-                    await trio.sleep(PAUSE)
-                    start = time.monotonic()
-                    await thread.give(number)
-                    took.append((time.monotonic() - start) * 1000)
+                async with trio.open_nursery() as nursery:
+                    begin = trio.current_time()
+                    for number in range(count):
+                        if per_second is None:
+                            await trio.sleep(PAUSE)
+                            await job(thread, number, time.monotonic())
+                        else:
+                            await trio.sleep_until(begin + number / per_second)
+                            nursery.start_soon(job, thread, number, time.monotonic())
 
         trio.run(main)
+        [(left,)] = rows(opened, "SELECT count(*) FROM job WHERE state <> 3")
+    assert left == 0
     return {P50: percentile(took, 50), P99: percentile(took, 99)}

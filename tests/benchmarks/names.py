@@ -45,13 +45,16 @@ def enqueue(who: str, at_a_time: int, durability: Durability) -> str:
 
 WITH_CHECKPOINT: Final = f"drain: {OURS}, 100 at a time, NORMAL, handler with a checkpoint"
 ONE_INSERT: Final = "enqueue to start: no job, only stdlib sqlite3, one INSERT, FULL"
-ONE_HOP: Final = f"enqueue to start: {FLOOR}: INSERT, claim, COMMIT, FULL"
 WHILE_IDLE: Final = "idle"
 AT_1000: Final = "1,000 jobs/s offered"
 
 
 def latency(load: str, durability: Durability) -> str:
     return f"enqueue to start: {load}, {durability.upper()}"
+
+
+def floor_latency(load: str) -> str:
+    return f"enqueue to start: {FLOOR}, {load}, FULL"
 
 
 def wake(durability: Durability) -> str:

@@ -152,12 +152,14 @@ def _enqueue(setting: Setting) -> Iterator[Case]:
 def _latency(setting: Setting) -> Iterator[Case]:
     size = setting.size
     yield Case(names.ONE_INSERT, bare.insert_latency, size.latencies)
-    yield Case(names.ONE_HOP, floor.latency, size.latencies)
+    loads = ((names.WHILE_IDLE, None, size.latencies), (names.AT_1000, 1000, size.offered))
+    for load, per_second, count in loads:
+        bare_thread = partial(floor.latency, per_second=per_second)
+        yield Case(names.floor_latency(load), bare_thread, count)
     for way in (setting.full, setting.normal):
-        idle = partial(ours.latency, way=way, per_second=None)
-        yield Case(names.latency(names.WHILE_IDLE, way.durability), idle, size.latencies)
-        loaded = partial(ours.latency, way=way, per_second=1000)
-        yield Case(names.latency(names.AT_1000, way.durability), loaded, size.offered)
+        for load, per_second, count in loads:
+            measure = partial(ours.latency, way=way, per_second=per_second)
+            yield Case(names.latency(load, way.durability), measure, count)
 
 
 def _wake(setting: Setting) -> Iterator[Case]:
