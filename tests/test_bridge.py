@@ -1215,6 +1215,65 @@ async def test_opening_that_is_cancelled_before_its_thread_runs_leaves_nothing_o
     assert job.id == 1
 
 
+async def test_opening_a_store_that_is_open_closes_nothing_even_when_it_is_cancelled(
+    tmp_path: Path,
+) -> None:
+    class Watched(SqliteStore):
+        when_called: Callable[[], object] = staticmethod(lambda: None)
+
+        def open(self) -> None:
+            self.when_called()
+            super().open()
+
+    store = Watched(tmp_path / "jobs.db")
+    token = trio.lowlevel.current_trio_token()
+
+    async with trio_jobs.open_jobs(store) as jobs:
+        with trio.CancelScope() as scope:
+            store.when_called = lambda: token.run_sync_soon(scope.cancel)
+            with pytest.raises(StoreError, match="open already; every open_jobs needs one"):
+                async with trio_jobs.open_jobs(store):
+                    raise AssertionError("it is open")
+            await trio.lowlevel.checkpoint()
+        job = await jobs.enqueue(kind, 1)
+
+    assert job.id == 1
+    assert not scope.cancelled_caught
+    assert not store.is_open
+
+
+async def test_opening_a_store_that_somebody_is_opening_is_refused(tmp_path: Path) -> None:
+    class Gated(SqliteStore):
+        gate: threading.Event | None = threading.Event()
+
+        def open(self) -> None:
+            gate, self.gate = self.gate, None
+            if gate is not None:
+                trio.from_thread.run_sync(called.set)
+                assert gate.wait(LONG)
+            super().open()
+
+    store = Gated(tmp_path / "jobs.db")
+    gate = store.gate
+    assert gate is not None
+    called = trio.Event()
+
+    async def open_too() -> None:
+        await called.wait()
+        with pytest.raises(StoreError, match="open already"):
+            async with trio_jobs.open_jobs(store):
+                raise AssertionError("somebody else does")
+        gate.set()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(open_too)
+        async with trio_jobs.open_jobs(store) as jobs:
+            job = await jobs.enqueue(kind, 1)
+
+    assert job.id == 1
+    assert not store.is_open
+
+
 def test_ctrl_c_while_opening_waits_for_a_lock_of_others_leaves_nothing_open(
     tmp_path: Path,
 ) -> None:

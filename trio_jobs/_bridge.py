@@ -13,13 +13,14 @@ tick, by the same code.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import outcome
@@ -76,23 +77,26 @@ class Bridge:
         """Open the store and start the writing thread. Raises what `Store.open` raises.
 
         Cancelled while others keep the store locked, it waits no longer, and leaves it closed.
+        One that is open already, or about to be, is refused and not touched.
         """
         if self._store.inline:
             await trio.lowlevel.checkpoint()
             self._store.open()
             return
         await trio.lowlevel.checkpoint_if_cancelled()
-        self._begin()
-        try:
-            await _in_thread(self._store.open, self._readers, abandon_on_cancel=True)
-        except (trio.Cancelled, KeyboardInterrupt):
-            with trio.CancelScope(shield=True):
-                await self._take_back_open()
-            raise
-        else:
-            await self._start_writing()
-        finally:
-            self._end(1)
+        # Refused before there is a thread: what that does is taken back unseen.
+        with _reserved(self._store):
+            self._begin()
+            try:
+                await _in_thread(self._store.open, self._readers, abandon_on_cancel=True)
+            except (trio.Cancelled, KeyboardInterrupt):
+                with trio.CancelScope(shield=True):
+                    await self._take_back_open()
+                raise
+            else:
+                await self._start_writing()
+            finally:
+                self._end(1)
 
     async def _start_writing(self) -> None:
         try:
@@ -399,6 +403,22 @@ class Bridge:
             self._thread.join()
         if self._checkpointer is not None:
             self._checkpointer.join()
+
+
+@contextlib.contextmanager
+def _reserved(store: Store) -> Iterator[None]:
+    """`StoreError` if it is open in this process, or somebody else is opening it meanwhile."""
+    mine = object()
+    try:
+        if _opening.setdefault(store, mine) is not mine or store.is_open:
+            raise StoreError("this store is open already; every open_jobs needs one of its own")
+        yield
+    finally:
+        if _opening.get(store) is mine:
+            del _opening[store]
+
+
+_opening: dict[Store, object] = {}
 
 
 async def _in_thread(

@@ -51,11 +51,16 @@ class Store(Protocol):
         """The path of a file that every commit appends to, whoever makes it, if there is one."""
         ...
 
+    @property
+    def is_open(self) -> bool:
+        """From the beginning of `open` to the end of `close`, in the process that called it."""
+        ...
+
     def open(self) -> None:
         """Make it usable, creating or migrating the schema in one transaction.
 
         Any number of processes may do so at once. Raises `StoreError` for a newer schema,
-        a file that is not a database, cannot be read or cannot be written.
+        a file that is not a database, cannot be read or cannot be written, and if it is open.
         """
         ...
 

@@ -150,9 +150,13 @@ class SqliteStore:
 
     # Opening and closing.
 
+    @property
+    def is_open(self) -> bool:
+        return self._process == os.getpid()
+
     def open(self) -> None:
         self._check_process()
-        if self._connections.writer is not None:
+        if self.is_open:
             raise StoreError(f"{self._connections.path} is open already")
         self._process = os.getpid()
         try:
