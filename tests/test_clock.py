@@ -276,6 +276,28 @@ async def test_a_clock_that_gives_no_unix_seconds_is_named_by_who_reads_it(wrong
         assert (await jobs.enqueue(kind, None)).enqueued_at.year == 9999
 
 
+@pytest.mark.parametrize(
+    ("wrong", "type"),
+    [("1.5", "str"), (None, "NoneType"), (EPOCH, "datetime"), (1j, "complex"), ([1.5], "list")],
+)
+async def test_a_clock_that_gives_no_number_is_named_with_what_it_returned(
+    wrong: Any, type: str
+) -> None:
+    kind = Kind("k", None)
+    returned: Any = 0.0
+
+    def wall_clock() -> Any:
+        return returned
+
+    async with trio_jobs.open_jobs(":memory:", clock=wall_clock) as jobs:
+        await jobs.enqueue(kind, None)
+        returned = wrong
+        with pytest.raises(TypeError, match=f"given to open_jobs .*wall_clock returned {type},"):
+            await jobs.enqueue(kind, None)
+        returned = 1
+        assert (await jobs.enqueue(kind, None)).id == 2
+
+
 # Holding virtual time.
 
 

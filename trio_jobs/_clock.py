@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import trio
 
+from . import _checks
 from ._lifecycle import LATEST
 from ._model import Instant
 
@@ -93,9 +94,14 @@ class Clock:
 
 
 def _sane(source: Callable[[], float]) -> float:
-    # Milliseconds, most likely. What they make does not fit into the file, and an error about
-    # that would not name the culprit.
-    seconds = source()
+    # Milliseconds, most likely, or a datetime. What they make does not fit into the file, and an
+    # error about that would not name the culprit.
+    seconds: object = source()
+    if not isinstance(seconds, int | float):
+        raise TypeError(
+            f"the clock given to open_jobs is wrong: {_checks.name_of(source)} returned"
+            f" {type(seconds).__name__}, not Unix seconds as a float"
+        )
     if not abs(seconds) * MICROSECONDS <= LATEST:  # nor is NaN
         raise ValueError(
             f"the clock given to open_jobs is wrong: {seconds!r} are no Unix seconds before the"

@@ -79,8 +79,8 @@ async def open_jobs(
 
     `clock` gives Unix seconds, from any thread; the default is `time.time`, or Trio's
     virtual time under `trio.testing.MockClock`; what is no Unix time before the year 10000 raises
-    `ValueError` where it is read. `max_payload` bounds payloads and results:
-    bytes. Raises `StoreError` for a file that cannot be used (a newer schema, not a
+    `ValueError` where it is read, what is no number `TypeError`. `max_payload` bounds payloads
+    and results: bytes. Raises `StoreError` for a file that cannot be used (a newer schema, not a
     database, not writable). After the block every use raises `trio.ClosedResourceError`.
     """
     if isinstance(max_payload, bool) or not isinstance(max_payload, int) or max_payload < 1:
