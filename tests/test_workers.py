@@ -147,6 +147,49 @@ async def test_what_runs_in_a_nursery_that_was_left_open_is_over_when_the_runner
     assert runner.statistics().succeeded == 2
 
 
+@pytest.mark.parametrize("when", ["before", "at once", "after a while", "after the stop"])
+async def test_what_is_raised_in_a_nursery_that_was_left_open_is_logged(
+    when: str, jobs: Jobs, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def leave_open(attempt: Attempt[int, int]) -> int:
+        nursery = await trio.open_nursery().__aenter__()
+        nursery.start_soon(wait_in_a_nursery)
+        if when == "before":
+            with trio.CancelScope(shield=True):
+                nursery.start_soon(fail)
+                await trio.sleep(1)
+        else:
+            nursery.start_soon(fail_after, {"at once": 0, "after a while": 5}.get(when, 11))
+        return 7
+
+    async def wait_in_a_nursery() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.sleep_forever)
+            nursery.start_soon(trio.sleep_forever)
+
+    async def fail() -> None:
+        raise ValueError("told")
+
+    async def fail_after(seconds: float) -> None:
+        with trio.CancelScope(shield=True):
+            await trio.sleep(seconds)
+        await fail()
+
+    untidy = Kind("untidy", int, int)
+    handler = untidy.handled_by(leave_open)
+    async with serving(jobs, handler, workers=1):
+        job = await jobs.enqueue(untidy, 1)
+        await trio.sleep(10)
+        is_told = "told" in caplog.text
+    [line] = [one for one in caplog.records if one.message.endswith("raised")]
+
+    assert (await jobs.get(job)).unwrap() == 7
+    assert is_told == (when != "after the stop")
+    assert line.message == f"job {job.id}: a task in the nursery that {handler!r} left open raised"
+    assert line.exc_info is not None
+    assert isinstance(line.exc_info[1], ValueError)
+
+
 async def test_another_error_beside_a_nursery_that_was_left_open_is_raised(
     jobs: Jobs, autojump_clock: MockClock
 ) -> None:

@@ -317,11 +317,13 @@ class Execution:
     ) -> End:
         """What the attempt comes to. Once we stopped it, an exception counts as our reason."""
         if raised is not None:
-            interrupt = next((e for e in _leaves(raised) if isinstance(e, KeyboardInterrupt)), None)
+            interrupt = next(
+                (e for e in leaves_of(raised) if isinstance(e, KeyboardInterrupt)), None
+            )
             if interrupt is not None:
                 self.keyboard_interrupt = interrupt
                 self._stops.add(Stop.SHUTDOWN)
-            elif self._stops and not all(isinstance(e, trio.Cancelled) for e in _leaves(raised)):
+            elif self._stops and not all(isinstance(e, trio.Cancelled) for e in leaves_of(raised)):
                 _log.warning("%s raised while it was stopped", self, exc_info=raised)
         if Stop.DEADLINE in self._stops:
             return _lifecycle.DeadlinePassed()
@@ -344,7 +346,7 @@ class Execution:
             return _lifecycle.RefusedForGood(_NO_FIT)  # noqa: ASYNC104
 
     def _raised(self, error: BaseException) -> End:
-        leaves = _leaves(error)
+        leaves = leaves_of(error)
         fails = [leaf for leaf in leaves if isinstance(leaf, Fail)]
         if len(fails) == len(leaves):
             failure = Failure(safe_text(fails[0].message))
@@ -384,7 +386,8 @@ def _safe_to_log(error: BaseException) -> str:
     return str(error) if isinstance(error, PayloadError) else type(error).__name__
 
 
-def _leaves(error: BaseException) -> list[BaseException]:
+def leaves_of(error: BaseException) -> list[BaseException]:
+    """The exceptions of a group, at any depth, or itself."""
     # A loop with a bound: how deep a handler nests its groups, or whether a group of its own
     # making holds itself, is no concern of ours.
     leaves, todo, left = [], [error], 10_000
@@ -400,5 +403,5 @@ def _leaves(error: BaseException) -> list[BaseException]:
 def _type_name(error: BaseException) -> str:
     name = type(error).__name__
     if isinstance(error, BaseExceptionGroup):
-        return f"{name}({', '.join(type(leaf).__name__ for leaf in _leaves(error))})"
+        return f"{name}({', '.join(type(leaf).__name__ for leaf in leaves_of(error))})"
     return name

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from ._attempt import Execution
+from ._attempt import Execution, leaves_of
+from ._hub import call_safely
 from ._kinds import Handler
 from ._lifecycle import End
 from ._model import Instant
@@ -129,6 +130,8 @@ class Workers:
                 )
                 task = trio.lowlevel.current_task()
                 if len(task.child_nurseries) > nurseries:
+                    for nursery in task.child_nurseries[nurseries:]:
+                        self._engine.nursery.start_soon(_watch_left_open, nursery, *latest)
                     self._engine.nursery.start_soon(self.work)
                     self._engine.retired.append(task)
                     await _sleep_whatever_comes()
@@ -184,11 +187,35 @@ async def wait_left_behind(task: trio.lowlevel.Task) -> None:
     """
     for nursery in task.child_nurseries:
         nursery.cancel_scope.cancel()
-        while nursery.child_tasks:
-            lot = trio.lowlevel.ParkingLot()
-            trio.lowlevel.add_parking_lot_breaker(next(iter(nursery.child_tasks)), lot)
-            with contextlib.suppress(trio.BrokenResourceError):  # that one has ended
-                await lot.park()
+        await _wait_empty(nursery)
+
+
+async def _watch_left_open(nursery: trio.Nursery, job_id: int, handler: Handler | None) -> None:
+    """Log what its tasks raise: nobody leaves it, so that nobody else gets to know."""
+    try:
+        await _wait_empty(nursery)
+    finally:
+        # Private to Trio. Should it go away, they are lost again.
+        for error in getattr(nursery, "_pending_excs", ()):
+            call_safely(_log_unless_cancelled, error, job_id, handler)
+
+
+def _log_unless_cancelled(error: BaseException, job_id: int, handler: Handler | None) -> None:
+    if not all(isinstance(leaf, trio.Cancelled) for leaf in leaves_of(error)):
+        _log.error(
+            "job %d: a task in the nursery that %r left open raised",
+            job_id,
+            handler,
+            exc_info=error,
+        )
+
+
+async def _wait_empty(nursery: trio.Nursery) -> None:
+    while nursery.child_tasks:
+        lot = trio.lowlevel.ParkingLot()
+        trio.lowlevel.add_parking_lot_breaker(next(iter(nursery.child_tasks)), lot)
+        with contextlib.suppress(trio.BrokenResourceError):  # that one has ended
+            await lot.park()
 
 
 def without_left_open(
