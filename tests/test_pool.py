@@ -299,6 +299,71 @@ async def test_what_is_heard_while_a_claim_is_answered_is_not_forgotten(
     assert now() == (0 if what == "due at once" else 10)
 
 
+async def test_a_look_that_finds_nothing_new_forgets_nothing(
+    jobs: Jobs, autojump_clock: MockClock
+) -> None:
+    """Others have not committed; but more jobs wait here, and no timer would find them."""
+    enqueued = await jobs.enqueue_many(plain, [None] * 3)
+    async with serving(jobs, plain.handled_by(Script(sleeps(5))), workers=1):
+        for _ in range(3):
+            await trio.sleep(1)
+            await jobs._look()
+        await finished(jobs, *enqueued)
+
+    assert now() == 15
+
+
+async def test_a_wake_up_while_a_look_is_being_formed_makes_it_a_claim(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writing thread clears the hunger, at no moment of the Trio thread."""
+    store = Claims(":memory:")
+    forget = Agenda.claim_was_formed
+    async with trio_jobs.open_jobs(store) as jobs, serving(jobs, plain.handled_by(Script(None))):
+        await settled()
+        before = store.claims
+        [engine] = jobs._watchers
+
+        def wake_and_forget(agenda: Agenda) -> None:
+            monkeypatch.setattr(Agenda, "claim_was_formed", forget)
+            engine._pools[0].wake()  # type: ignore[attr-defined]
+            forget(agenda)
+
+        monkeypatch.setattr(Agenda, "claim_was_formed", wake_and_forget)
+        await jobs._look()
+        await settled()
+
+    assert store.claims > before
+
+
+async def test_a_read_that_takes_long_keeps_nobody_from_starting(tmp_path: Path) -> None:
+    may_end = threading.Event()
+
+    class SlowToFind(SqliteStore):
+        def find(self, **what: Any) -> Any:
+            may_end.wait(10)
+            return []
+
+    started = trio.Event()
+
+    async def start(attempt: Attempt[None, None]) -> None:
+        started.set()
+
+    store = SlowToFind(tmp_path / "jobs.db")
+    async with (
+        trio_jobs.open_jobs(store) as jobs,
+        serving(jobs, plain.handled_by(start)),
+        trio.open_nursery() as nursery,
+    ):
+        await jobs.enqueue(plain, None, delay=0.2)
+        nursery.start_soon(partial(jobs.find, limit=10**9))
+        with trio.move_on_after(5) as in_time:
+            await started.wait()
+        may_end.set()
+
+    assert not in_time.cancelled_caught
+
+
 # How many.
 
 
@@ -344,44 +409,6 @@ async def test_a_slow_job_never_waits_behind_another_while_a_runner_could_have_i
         await finished(jobs, *enqueued)
 
     assert slow.starts == [0, 0, 0, 0]
-
-
-@pytest.mark.parametrize("read", [1, 2, 3, 4])
-async def test_a_clock_that_fails_for_a_moment_leaves_no_pool_with_a_claim_that_was_never_made(
-    read: int, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first pool had made its claim when the second could not."""
-    here, there = Kind("here", None, queue="here"), Kind("there", None, queue="there")
-    reads_left = 0
-
-    def clock() -> float:
-        nonlocal reads_left
-        reads_left -= 1
-        if reads_left == 0:
-            raise OSError("the time server hiccuped")
-        return EPOCH.timestamp() + trio.current_time()
-
-    claims_for = Jobs._claims_for
-
-    def with_failing_clock(jobs: Jobs, new: Sequence[NewJob]) -> list[Write]:
-        nonlocal reads_left
-        reads_left = read
-        try:
-            return claims_for(jobs, new)
-        finally:
-            reads_left = 0
-
-    async with trio_jobs.open_jobs(":memory:", clock=clock) as jobs:
-        handlers = [kind.handled_by(Script(None)) for kind in (here, there)]
-        async with serving(jobs, *handlers, queues={"here": 1, "there": 1}, poll=1):
-            await trio.sleep(4.5)  # between two polls
-            with monkeypatch.context() as patched, contextlib.suppress(OSError):
-                patched.setattr(Jobs, "_claims_for", with_failing_clock)
-                await jobs.enqueue(here, None)
-            both = [await jobs.enqueue(here, None), await jobs.enqueue(there, None)]
-            ended = await finished(jobs, *both, within=10)
-
-    assert [job.state for job in ended] == [State.SUCCEEDED] * 2
 
 
 async def test_all_workers_are_used_and_no_more(jobs: Jobs, autojump_clock: MockClock) -> None:
@@ -698,32 +725,45 @@ async def test_K7_a_deadline_that_many_jobs_share_ends_them_all(
     assert handle.starts == [11]
 
 
-async def test_a_read_that_takes_long_keeps_nobody_from_starting(tmp_path: Path) -> None:
-    may_end = threading.Event()
+# What fails or closes.
 
-    class SlowToFind(SqliteStore):
-        def find(self, **what: Any) -> Any:
-            may_end.wait(10)
-            return []
 
-    started = trio.Event()
+@pytest.mark.parametrize("read", [1, 2, 3, 4])
+async def test_a_clock_that_fails_for_a_moment_leaves_no_pool_with_a_claim_that_was_never_made(
+    read: int, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first pool had made its claim when the second could not."""
+    here, there = Kind("here", None, queue="here"), Kind("there", None, queue="there")
+    reads_left = 0
 
-    async def start(attempt: Attempt[None, None]) -> None:
-        started.set()
+    def clock() -> float:
+        nonlocal reads_left
+        reads_left -= 1
+        if reads_left == 0:
+            raise OSError("the time server hiccuped")
+        return EPOCH.timestamp() + trio.current_time()
 
-    store = SlowToFind(tmp_path / "jobs.db")
-    async with (
-        trio_jobs.open_jobs(store) as jobs,
-        serving(jobs, plain.handled_by(start)),
-        trio.open_nursery() as nursery,
-    ):
-        await jobs.enqueue(plain, None, delay=0.2)
-        nursery.start_soon(partial(jobs.find, limit=10**9))
-        with trio.move_on_after(5) as in_time:
-            await started.wait()
-        may_end.set()
+    claims_for = Jobs._claims_for
 
-    assert not in_time.cancelled_caught
+    def with_failing_clock(jobs: Jobs, new: Sequence[NewJob]) -> list[Write]:
+        nonlocal reads_left
+        reads_left = read
+        try:
+            return claims_for(jobs, new)
+        finally:
+            reads_left = 0
+
+    async with trio_jobs.open_jobs(":memory:", clock=clock) as jobs:
+        handlers = [kind.handled_by(Script(None)) for kind in (here, there)]
+        async with serving(jobs, *handlers, queues={"here": 1, "there": 1}, poll=1):
+            await trio.sleep(4.5)  # between two polls
+            with monkeypatch.context() as patched, contextlib.suppress(OSError):
+                patched.setattr(Jobs, "_claims_for", with_failing_clock)
+                await jobs.enqueue(here, None)
+            both = [await jobs.enqueue(here, None), await jobs.enqueue(there, None)]
+            ended = await finished(jobs, *both, within=10)
+
+    assert [job.state for job in ended] == [State.SUCCEEDED] * 2
 
 
 async def test_when_all_of_a_runner_is_cancelled_what_is_ready_is_not_started(
@@ -755,6 +795,27 @@ async def divide() -> None:
     1 / 0  # noqa: B018
 
 
+@pytest.mark.parametrize("where", ["_pool.Pool._take", "_ends.Ends._settle"])
+async def test_an_error_of_the_runner_itself_in_an_answer_ends_serve_and_not_the_program(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Trio itself calls it, so what was raised ended all, as "an internal error in Trio"."""
+
+    def fail(*args: object) -> None:
+        raise ZeroDivisionError("ours")
+
+    async with trio_jobs.open_jobs(":memory:") as jobs:
+        job = await jobs.enqueue(plain, None)
+        with monkeypatch.context() as patched:
+            patched.setattr(f"trio_jobs.{where}", fail)
+            with pytest.raises(ZeroDivisionError, match="ours"):
+                await trio_jobs.serve(jobs, [plain.handled_by(Script(None))], lease=9)
+        async with serving(jobs, plain.handled_by(Script(None))):
+            [ended] = await finished(jobs, job, within=60)
+
+    assert ended.state is State.SUCCEEDED
+
+
 async def test_a_closing_Jobs_whose_claim_is_just_being_answered_asks_for_no_further_one(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
@@ -783,43 +844,6 @@ async def test_a_closing_Jobs_whose_claim_is_just_being_answered_asks_for_no_fur
             threading.Timer(0.05, may_go_on.set).start()
 
 
-async def test_a_look_that_finds_nothing_new_forgets_nothing(
-    jobs: Jobs, autojump_clock: MockClock
-) -> None:
-    """Others have not committed; but more jobs wait here, and no timer would find them."""
-    enqueued = await jobs.enqueue_many(plain, [None] * 3)
-    async with serving(jobs, plain.handled_by(Script(sleeps(5))), workers=1):
-        for _ in range(3):
-            await trio.sleep(1)
-            await jobs._look()
-        await finished(jobs, *enqueued)
-
-    assert now() == 15
-
-
-async def test_a_wake_up_while_a_look_is_being_formed_makes_it_a_claim(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The writing thread clears the hunger, at no moment of the Trio thread."""
-    store = Claims(":memory:")
-    forget = Agenda.claim_was_formed
-    async with trio_jobs.open_jobs(store) as jobs, serving(jobs, plain.handled_by(Script(None))):
-        await settled()
-        before = store.claims
-        [engine] = jobs._watchers
-
-        def wake_and_forget(agenda: Agenda) -> None:
-            monkeypatch.setattr(Agenda, "claim_was_formed", forget)
-            engine._pools[0].wake()  # type: ignore[attr-defined]
-            forget(agenda)
-
-        monkeypatch.setattr(Agenda, "claim_was_formed", wake_and_forget)
-        await jobs._look()
-        await settled()
-
-    assert store.claims > before
-
-
 async def test_what_is_heard_while_a_jobs_closes_raises_nothing(
     jobs: Jobs, autojump_clock: MockClock
 ) -> None:
@@ -832,24 +856,3 @@ async def test_what_is_heard_while_a_jobs_closes_raises_nothing(
         jobs._heard([msgspec.structs.replace(row, run_at=row.enqueued_at)])
         jobs._written_elsewhere()
         jobs._bridge.is_closed = False
-
-
-@pytest.mark.parametrize("where", ["_pool.Pool._take", "_ends.Ends._settle"])
-async def test_an_error_of_the_runner_itself_in_an_answer_ends_serve_and_not_the_program(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    """Trio itself calls it, so what was raised ended all, as "an internal error in Trio"."""
-
-    def fail(*args: object) -> None:
-        raise ZeroDivisionError("ours")
-
-    async with trio_jobs.open_jobs(":memory:") as jobs:
-        job = await jobs.enqueue(plain, None)
-        with monkeypatch.context() as patched:
-            patched.setattr(f"trio_jobs.{where}", fail)
-            with pytest.raises(ZeroDivisionError, match="ours"):
-                await trio_jobs.serve(jobs, [plain.handled_by(Script(None))], lease=9)
-        async with serving(jobs, plain.handled_by(Script(None))):
-            [ended] = await finished(jobs, job, within=60)
-
-    assert ended.state is State.SUCCEEDED
