@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sqlite3
 from contextlib import closing
@@ -124,6 +125,71 @@ async def test_a_job_that_has_ended_is_retried_whatever_was_written_into_it(
                 retried = await jobs.retry(job)
             assert retried.state is State.QUEUED
             assert await jobs.get(job) == retried
+
+
+@pytest.mark.parametrize("first", ["alone", "beside others"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "run_at = datetime('now')",
+        "run_at = x'00'",
+        "state = 1, run_at = datetime('now')",
+        "state = 1, run_at = ''",
+        "state = 1, run_at = x''",
+        "deadline = datetime('now')",
+        "state = 1, run_at = enqueued_at + 1, deadline = datetime('now')",
+        "state = 2, lease_until = datetime('now')",
+        "state = 2, lease_until = ''",
+        "state = 2, lease_until = x'00'",
+        "state = 2, lease_until = NULL",
+        "state = 2, lease_until = 1, run_at = datetime('now')",
+    ],
+)
+async def test_P2_a_job_with_an_instant_that_somebody_wrote_as_text_runs(
+    change: str, first: str, autojump_clock: MockClock
+) -> None:
+    """SQLite keeps it as it is, in a column of integers, and above all numbers."""
+    store = SqliteStore(":memory:")
+    async with trio_jobs.open_jobs(store) as jobs:
+        odd = await jobs.enqueue(plain, None)
+        writer(store).execute(f"UPDATE trio_jobs_job SET {change} WHERE id = ?", (odd.id,))
+        if first == "beside others":
+            await jobs.enqueue_many(plain, [None] * 3)
+            await jobs.enqueue_many(plain, [None] * 3, delay=100)
+            writer(store).execute(
+                """
+                INSERT INTO trio_jobs_job (id, kind, state, claims, lease_until, run_at, payload)
+                VALUES (90, 'plain', 2, 1, 9e15, 0, 'null')
+                """
+            )
+        async with serving(jobs, plain.handled_by(Script(None)), workers=2):
+            await trio.sleep(50)
+            [ended, good] = await finished(jobs, odd, await jobs.enqueue(plain, None), within=60)
+
+    assert (ended.state, good.state) == (State.SUCCEEDED, State.SUCCEEDED)
+    assert ended.deadline is None
+
+
+async def test_very_many_instants_that_were_written_as_text_hold_up_no_claim_for_long(
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    mended: list[int] = []
+
+    def count(step: str) -> None:
+        if step == "claim":
+            mended.append(sum("which is mended" in one.message for one in caplog.records))
+
+    store = Trouble(":memory:")
+    store.rule = count
+    async with trio_jobs.open_jobs(store) as jobs:
+        odd = await jobs.enqueue_many(plain, [None] * 350)
+        writer(store).execute("UPDATE trio_jobs_job SET state = 1, run_at = datetime('now')")
+        async with serving(jobs, plain.handled_by(Script(None))):
+            ended = await finished(jobs, *odd, within=10)
+
+    assert {job.state for job in ended} == {State.SUCCEEDED}
+    assert mended[0] == 0
+    assert max(b - a for a, b in itertools.pairwise(mended)) == 100
 
 
 async def test_a_request_to_cancel_that_is_no_1_cancels_the_running_handler_once(

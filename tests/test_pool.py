@@ -537,30 +537,6 @@ async def test_P2_a_kind_with_an_odd_name_that_somebody_stored_does_not_stop_the
     assert ended.state is State.SUCCEEDED
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "run_at = datetime('now')",
-        "deadline = datetime('now')",
-        "state = 2, lease_until = datetime('now')",
-        "state = 2, lease_until = 1, run_at = datetime('now')",
-    ],
-)
-async def test_P2_an_instant_that_somebody_wrote_as_text_does_not_stop_the_runner(
-    change: str, autojump_clock: MockClock
-) -> None:
-    """SQLite keeps it as it is, in a column of integers."""
-    store = SqliteStore(":memory:")
-    async with trio_jobs.open_jobs(store) as jobs:
-        odd = await jobs.enqueue(plain, None)
-        writer(store).execute(f"UPDATE trio_jobs_job SET {change} WHERE id = ?", (odd.id,))
-        async with serving(jobs, plain.handled_by(Script(None))):
-            await trio.sleep(10)
-            [ended] = await finished(jobs, await jobs.enqueue(plain, None), within=10)
-
-    assert ended.state is State.SUCCEEDED
-
-
 # Queues.
 
 mail = Kind("mail", None, queue="network")

@@ -32,6 +32,7 @@ from ._writes import write
 
 _MAX_EXPIRED: Final = 500
 _LOST_KIND: Final = -1  # in the place of its number
+_MAX_MENDED: Final = 100
 _MAX_PROMOTED: Final = 1000
 """Rows of a kind that one claim may find due: it must be short."""
 
@@ -72,6 +73,7 @@ ON CONFLICT (id) DO UPDATE SET state = 0
 """
 
 # A sum as limit, because for a parameter alone new versions prepare the statement every time.
+# Text, which is above every number, is no instant: it is read as one that has passed.
 _DUE_BUT: Final = """
 SELECT '[' || ifnull(group_concat((
     SELECT json_group_array(json_array(
@@ -80,7 +82,7 @@ SELECT '[' || ifnull(group_concat((
         )) FROM (
         SELECT priority, run_at, id, attempt FROM trio_jobs_job INDEXED BY trio_jobs_ready
         WHERE state = 0 AND kind = served.value AND id < :below
-            AND (run_at <= :due_by OR run_at <= enqueued_at AND :stays_due)
+            AND (run_at <= :due_by OR run_at <= enqueued_at AND :stays_due OR run_at >= '')
             AND (deadline IS NULL OR deadline > :now) AND {but}
         ORDER BY priority DESC, run_at, id LIMIT :limit + 0
     )
@@ -124,7 +126,9 @@ ON CONFLICT (id) DO UPDATE SET
 
 # The next row of a served kind that is scheduled; one that is ready and not due, after a clock
 # stepped back (few are left when every due row was taken, and only then it is asked); the next
-# end of a lease that a claim would look at (that of a dead owner is over).
+# end of a lease that a claim would look at (that of a dead owner is over). And rows that no claim
+# would find, because their instant was edited by hand into text, which is above every number, or
+# NULL, which is below (what is ready is found all the same).
 _NEXT_OF: Final = """
 SELECT
     (
@@ -153,13 +157,30 @@ SELECT
             WHERE state = 2 AND id NOT IN (SELECT value FROM json_each(:held))
         )
         WHERE ends_at > :lease_now
+    ),
+    (
+        SELECT json_group_array(id) FROM (
+            SELECT id FROM (
+                SELECT id FROM trio_jobs_job INDEXED BY trio_jobs_lease
+                WHERE state = 2 AND lease_until IS NULL
+                UNION ALL
+                SELECT id FROM trio_jobs_job INDEXED BY trio_jobs_lease
+                WHERE state = 2 AND lease_until >= ''
+                UNION ALL
+                SELECT job.id FROM json_each(:kinds) AS served
+                CROSS JOIN trio_jobs_job AS job INDEXED BY trio_jobs_scheduled
+                WHERE job.state = 1 AND job.kind = served.value AND job.run_at >= ''
+            )
+            WHERE id NOT IN (SELECT value FROM json_each(:held)) LIMIT {max_mended}
+        )
     )
 """
 
-_NEXT: Final = _NEXT_OF.format(lease_until="lease_until")
+_NEXT: Final = _NEXT_OF.format(lease_until="lease_until", max_mended=_MAX_MENDED)
 _NEXT_BESIDE_THE_DEAD: Final = _NEXT_OF.format(
     lease_until="""CASE WHEN owner IN (SELECT value FROM json_each(:dead))
-                THEN min(lease_until, :lease_now) ELSE lease_until END"""
+                THEN min(lease_until, :lease_now) ELSE lease_until END""",
+    max_mended=_MAX_MENDED,
 )
 
 
@@ -206,7 +227,11 @@ def claim_rows(connection: Connection, claim: Claim, owners: Owners) -> Claimed:
     settled += [*ended, *(lost[id] for id in taken if id in lost)]
     write(connection, settled)
     jobs = _taken(connection, claim, values, taken, lost, owners) if taken else []
-    next_due = None if more else _next(connection, claim, values, taken)
+    next_due = None
+    if not more:
+        next_due, out_of_reach = _next(connection, claim, values, taken)
+        mended = [mend(connection, id) for id in out_of_reach]
+        more = any(mended)
     next_deadline = look.deadline
     if next_deadline is not None:
         [(first,)] = connection.execute(_DEADLINE)
@@ -220,7 +245,7 @@ def claim_rows(connection: Connection, claim: Claim, owners: Owners) -> Claimed:
         settled=settled,
         lost_waiting=len(retryable) > len(lost),
         more=more,
-        next_due=next_due,
+        next_due=None if more else next_due,
         next_deadline=next_deadline,
         cancelled=cancelled,
     )
@@ -335,14 +360,15 @@ def _ahead(due: Sequence[list[int]], claim: Claim) -> int:
 
 def _next(
     connection: Connection, claim: Claim, values: dict[str, Value], taken: Sequence[int]
-) -> Instant | None:
-    """The next instant at which there will be something to take."""
+) -> tuple[Instant | None, list[int]]:
+    """The next instant at which there will be something to take, and rows that have none."""
     sql = _NEXT if values["dead"] is None else _NEXT_BESIDE_THE_DEAD
     held = {"held": as_json([*claim.held, *taken])}
-    [instants] = connection.execute(sql, values | held)
-    return min(
+    [(*instants, out_of_reach)] = connection.execute(sql, values | held)
+    next_due = min(
         (instant for instant in map(as_instant, instants) if instant is not None), default=None
     )
+    return next_due, msgspec.json.decode(out_of_reach)
 
 
 def _place(row: Row) -> list[int]:

@@ -26,7 +26,8 @@ _log: Final = logging.getLogger("trio_jobs")
 
 # Reading. SQLite keeps anything in any column, and a row that somebody edited by hand must not
 # stop a runner, or hide the others. So what no job can have is read as what comes nearest (no
-# number as 0 or None, no state as failed); claims and changes that meet such a row `mend` it.
+# number as 0 or None, no state as failed, no lease as one that is over); claims and changes that
+# meet such a row `mend` it.
 # Text is read as a blob: bytes that are no UTF-8 must not make a fetch fail.
 
 STATE: Final = "iif(state IN (0, 1, 2, 3, 4, 5, 6), state, 4)"
@@ -66,9 +67,13 @@ def meta_of(records: Sequence[Record]) -> Record:
 
 
 def row_of(record: Record) -> Row:
+    state = STATES[record[1]]
+    lease_until = as_instant(record[10])
+    if lease_until is None and state is State.RUNNING:
+        lease_until = 0
     return Row(
         id=record[0],
-        state=STATES[record[1]],
+        state=state,
         attempt=_count(record[2], 0),
         claims=_count(record[3], _UNKNOWN_CLAIMS),
         interruptions=_count(record[4], 0),
@@ -77,7 +82,7 @@ def row_of(record: Record) -> Row:
         enqueued_at=as_instant(record[7]) or 0,
         run_at=as_instant(record[8]) or 0,
         deadline=as_instant(record[9]),
-        lease_until=as_instant(record[10]),
+        lease_until=lease_until,
         started_at=as_instant(record[11]),
         finished_at=as_instant(record[12]),
         kind=text_of(record[13]),
