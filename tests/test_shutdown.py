@@ -645,21 +645,29 @@ def test_D3_handlers_released_in_the_tick_of_the_stop_are_stored_or_handed_back(
 
 
 class SlowCommit(SqliteStore):
-    """The commit of an end waits until it may go on."""
+    """The commit of an end or a claim waits until it may go on."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.is_armed = False
+        self.armed = ""
         self.is_waiting = threading.Event()
         self.may_go_on = threading.Event()
 
     def apply(self, changes: Any) -> Any:
         refused = super().apply(changes)
-        if self.is_armed:
-            self.is_armed = False
+        self._wait_after("apply")
+        return refused
+
+    def claim(self, claim: Claim) -> Claimed:
+        claimed = super().claim(claim)
+        self._wait_after("claim")
+        return claimed
+
+    def _wait_after(self, verb: str) -> None:
+        if self.armed == verb:
+            self.armed = ""
             self.is_waiting.set()
             assert self.may_go_on.wait(30)
-        return refused
 
 
 @pytest.mark.parametrize("where", ["file", "apsw"])
@@ -683,7 +691,7 @@ async def test_D3_a_stop_in_the_middle_of_a_commit_loses_no_end(
             )
             runner: Runner = await nursery.start(serve)
             await eventually(lambda: runner.statistics().running == 20)
-            store.is_armed = True
+            store.armed = "apply"
             release.set()
             await eventually(store.is_waiting.is_set)
             nursery.cancel_scope.cancel()
@@ -692,6 +700,41 @@ async def test_D3_a_stop_in_the_middle_of_a_commit_loses_no_end(
         assert_no_transaction_is_open(store)
 
     assert states == {State.SUCCEEDED}
+
+
+@pytest.mark.parametrize("stop", ["drain", "cancel"])
+async def test_a_jobs_that_closes_while_the_last_claim_is_written_does_not_hold_up_the_stop(
+    stop: str, tmp_path: Path
+) -> None:
+    """The block of open_jobs ends while serve lives in a nursery around it."""
+    store = SlowCommit(tmp_path / "jobs.db")
+    is_over = trio.Event()
+    handler = plain.handled_by(Script(None))
+
+    async def serve(jobs: Jobs, task_status: trio.TaskStatus[Runner]) -> None:
+        try:
+            await trio_jobs.serve(jobs, [handler], grace=600, task_status=task_status)
+        finally:
+            is_over.set()
+
+    async with trio.open_nursery() as nursery:
+        async with trio_jobs.open_jobs(store) as jobs:
+            runner: Runner = await nursery.start(serve, jobs)
+            store.armed = "claim"
+            nursery.start_soon(jobs.enqueue, plain, None)
+            await eventually(store.is_waiting.is_set)
+            if stop == "drain":
+                runner.drain()
+            else:
+                nursery.cancel_scope.cancel()
+                with trio.CancelScope(shield=True):
+                    await trio.testing.wait_all_tasks_blocked()
+            trio.lowlevel.current_trio_token().run_sync_soon(store.may_go_on.set)
+        with trio.move_on_after(10, shield=True) as patience:
+            await is_over.wait()
+        runner._engine.progress()  # it would sleep for ever
+
+    assert not patience.cancelled_caught
 
 
 # Ctrl-C, wherever it hits.

@@ -296,6 +296,7 @@ class Pool:
         if self._engine.is_over or self._bridge.is_closed:
             if isinstance(result, outcome.Value) and result.value is not None:
                 self._give_back(result.value)
+            self._engine.progress()
             return
         if self._is_one_free:
             self._is_one_free = False
