@@ -742,6 +742,39 @@ async def test_a_clock_that_fails_for_a_moment_leaves_no_pool_with_a_claim_that_
     assert [job.state for job in ended] == [State.SUCCEEDED] * 2
 
 
+@pytest.mark.parametrize("error", [LookupError, RuntimeError, KeyboardInterrupt])
+async def test_an_error_in_the_runners_own_loops_stops_it_in_order(
+    error: type[BaseException], autojump_clock: MockClock
+) -> None:
+    is_broken = False
+
+    def clock() -> float:
+        if is_broken:
+            raise error("of the application's clock")
+        return EPOCH.timestamp() + trio.current_time()
+
+    async with trio_jobs.open_jobs(":memory:", clock=clock) as jobs:
+        with pytest.RaisesGroup(error):
+            async with trio.open_nursery() as nursery:
+                handlers = [number.handled_by(sleep_payload)]
+                await nursery.start(partial(trio_jobs.serve, jobs, handlers, grace=10))
+                short, long = await jobs.enqueue_many(number, [5, 60])
+                await trio.sleep(2.5)
+                is_broken = True
+                await trio.sleep(1)
+                is_broken = False
+                await trio.sleep_forever()
+
+        assert now() == 13  # a poll met it after 3 s
+        assert (await jobs.get(short)).state is State.SUCCEEDED
+        assert (await jobs.get(long)).state is State.QUEUED
+
+
+async def sleep_payload(attempt: Attempt[int, int]) -> int:
+    await trio.sleep(attempt.payload)
+    return attempt.payload
+
+
 async def test_when_all_of_a_runner_is_cancelled_what_is_ready_is_not_started(
     jobs: Jobs, autojump_clock: MockClock
 ) -> None:

@@ -218,13 +218,14 @@ class Execution:
         raised: BaseException | None = None
         self.began_at = host.clock.ticks()
         self.is_handling = True
-        begins(self, now)
-        self._scope = scope
         try:
-            value = await _call(self.handler.fn, attempt)
-            returned = True
-        except BaseException as error:  # noqa: ASYNC103 - each is this attempt's end
-            raised = error
+            begins(self, now)
+            self._scope = scope
+            try:
+                value = await _call(self.handler.fn, attempt)
+                returned = True
+            except BaseException as error:  # noqa: ASYNC103 - each is this attempt's end
+                raised = error
         finally:
             self._scope = None
             self.is_handling = False

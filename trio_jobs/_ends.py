@@ -112,7 +112,7 @@ class Ends:
                 self._owed.add(execution)
                 self._workers.owed = len(self._owed)
                 if not self._engine.is_over:
-                    self._engine.nursery.start_soon(self._add_later, execution, end)
+                    self._engine.start(self._add_later, execution, end)
             else:
                 self._is_through(execution)
                 self._engine.gave_up(execution)

@@ -17,7 +17,7 @@ poller) -> `store.claim` -> `Pool._claimed` -> `Workers.give` -> `Execution.run`
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -144,6 +144,7 @@ class Engine:
                     self._hurry_up()
                     raise
         finally:
+            # Also where all was cancelled meanwhile: that must not make an error unheard.
             if self._fatal is not None:
                 raise self._fatal
 
@@ -156,15 +157,15 @@ class Engine:
             with trio.CancelScope(shield=True), self.jobs._lookout.wanted():
                 async with trio.open_nursery() as self.nursery:
                     try:
-                        self.nursery.start_soon(self._keeper.keep_leases)
-                        self.nursery.start_soon(self._keeper.watch_limits)
+                        self.start(self._keeper.keep_leases)
+                        self.start(self._keeper.watch_limits)
                         if self.once is None:
-                            self.nursery.start_soon(self.unknown_kinds.watch)
+                            self.start(self.unknown_kinds.watch)
                         for pool in self._pools:
-                            self.nursery.start_soon(pool.poll)
-                            self.nursery.start_soon(pool.ends.write)
+                            self.start(pool.poll)
+                            self.start(pool.ends.write)
                             for _ in range(pool.workers.number):
-                                self.nursery.start_soon(pool.workers.work)
+                                self.start(pool.workers.work)
                         await self._stop.wait()
                         await self._wind_down()
                     finally:
@@ -181,6 +182,18 @@ class Engine:
         finally:
             self.jobs._watchers.pop(self)
             self._over.set()
+
+    def start(self, loop: Callable[..., Awaitable[None]], *args: object) -> None:
+        """A task of the runner. What it raises stops the runner in order, as in `guarded`."""
+        self.nursery.start_soon(self._run_loop, loop, *args)
+
+    async def _run_loop(self, loop: Callable[..., Awaitable[None]], *args: object) -> None:
+        try:
+            await loop(*args)
+        except (trio.Cancelled, trio.ClosedResourceError):
+            raise
+        except BaseException as error:  # noqa: ASYNC103 - an application's clock raises anything
+            self.fail(error)  # noqa: ASYNC104
 
     def cut_grace(self) -> None:
         """Stop, and cancel the handlers at once: the command's answer to a second signal."""

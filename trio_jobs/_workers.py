@@ -131,8 +131,8 @@ class Workers:
                 task = trio.lowlevel.current_task()
                 if len(task.child_nurseries) > nurseries:
                     for nursery in task.child_nurseries[nurseries:]:
-                        self._engine.nursery.start_soon(_watch_left_open, nursery, *latest)
-                    self._engine.nursery.start_soon(self.work)
+                        self._engine.start(_watch_left_open, nursery, *latest)
+                    self._engine.start(self.work)
                     self._engine.retired.append(task)
                     await _sleep_whatever_comes()
 
