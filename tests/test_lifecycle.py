@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from trio_jobs import _lifecycle as lifecycle
+from trio_jobs._instants import LATEST
 from trio_jobs._lifecycle import Event, IllegalTransition
 from trio_jobs._model import Change, Failure, Policy, Row, State
 
@@ -115,7 +116,7 @@ def test_retry_later_gives_the_attempt_back() -> None:
 def test_retry_later_never_passes_the_year_9999() -> None:
     change = ended(RUNNING, lifecycle.RetryAfter(2**62))
 
-    assert change.after.run_at == lifecycle.LATEST
+    assert change.after.run_at == LATEST
 
 
 def test_an_interruption_keeps_run_at_and_gives_the_attempt_back() -> None:

@@ -113,8 +113,9 @@ FIELDS: dict[type, list[str]] = {
 
 # A module imports only from the rows above its own.
 LAYERS = [
-    {"_errors", "_checks", "_identity", "_inotify", "_pace"},
+    {"_errors", "_checks", "_identity", "_inotify", "_pace", "_repeats"},
     {"_model", "_codec", "_retry"},
+    {"_instants"},
     {"_lifecycle", "_store", "_kinds", "_drivers", "_schema", "_statistics"},
     {"_clock", "_handler", "_hub", "_rows"},
     {"_writes", "_owners", "_agenda", "_probation"},

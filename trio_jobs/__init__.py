@@ -4,7 +4,7 @@
 #
 # What an application writes down (inert): _kinds, with _codec for typed values <-> bytes, and
 # what its handlers see, _handler.
-# Every decision, pure: _lifecycle, on the values of _model.
+# Every decision, pure: _lifecycle, on the values of _model, which _instants makes of times.
 # Where rows are kept: the seam _store, and sqlite behind it, with _schema, _rows, _writes,
 # _claims, _owners for the SQL, _connections and _checkpoints for the file, _drivers for the two
 # drivers, _identity for who is dead.
@@ -13,8 +13,8 @@
 # What callers use: _jobs, and see: _job; _waiters for those who wait for ends. What runs
 # handlers: _runner, in front of _engine. A job's way is _pool (it is claimed, as _agenda says),
 # _workers (it waits for one, as _pace says), _attempt (one start), _ends (its end is written);
-# beside it _keeper (leases and limits), _probation (lost jobs) and _unhandled (kinds that nobody
-# here handles), and _statistics counts.
+# beside it _keeper (leases and limits), _probation (lost jobs), _unhandled (kinds that nobody
+# here handles) and _repeats (what the store refused), and _statistics counts.
 # The command: __main__, with _work, _display and the example, _demo.
 # Settings: _checks, _retry.
 

@@ -6,10 +6,10 @@ sleeps or reads a clock. All is called on the Trio thread, but for `claim_was_fo
 
 from __future__ import annotations
 
-from ._clock import microseconds
+from ._instants import microseconds
 from ._model import Claim, Claimed, Instant, Row
 from ._pace import PATIENCE
-from ._retry import Repeats
+from ._repeats import Repeats
 
 
 class Agenda:

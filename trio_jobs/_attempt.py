@@ -18,14 +18,15 @@ import trio
 
 from . import _checks, _lifecycle
 from ._bridge import Bridge
-from ._clock import MICROSECONDS, Clock, microseconds
+from ._clock import Clock
 from ._codec import safe_text
 from ._errors import LeaseLost, PayloadError, StoreError
 from ._handler import Attempt, Fail, RetryLater
+from ._instants import MICROSECONDS, microseconds
 from ._kinds import Handler, Kind
 from ._lifecycle import End
 from ._model import Change, ClaimedJob, Failure, Fence, Instant, Refused, Row, State
-from ._retry import Repeats
+from ._repeats import Repeats
 
 if TYPE_CHECKING:
     from ._jobs import Jobs

@@ -14,13 +14,13 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final, cast
 
 import trio
 
 from . import _checks
-from ._lifecycle import LATEST
+from ._instants import LATEST, MICROSECONDS
 from ._model import Instant
 
 if TYPE_CHECKING:
@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 
 EPOCH: Final = datetime(2020, 1, 1, tzinfo=UTC)
 """The instant at which virtual time starts."""
-
-_UNIX_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-_MICROSECOND: Final = timedelta(microseconds=1)
-MICROSECONDS: Final = 1_000_000
 
 
 class Clock:
@@ -162,28 +158,3 @@ class _Hold:
 
 
 _held: weakref.WeakKeyDictionary[MockClock, _Hold] = weakref.WeakKeyDictionary()
-
-
-def instant_of(moment: datetime, name: str) -> Instant:
-    """An aware datetime as an instant; ValueError for a naive one."""
-    if not isinstance(moment, datetime):
-        raise TypeError(f"{name} must be a datetime, not {type(moment).__name__}")
-    if moment.utcoffset() is None:
-        raise ValueError(
-            f"{name} must be an aware datetime; this one has no time zone: make it with"
-            " tzinfo=datetime.UTC, or with datetime.datetime.now(tz=datetime.UTC)"
-        )
-    return min((moment - _UNIX_EPOCH) // _MICROSECOND, LATEST)
-
-
-def datetime_of(instant: Instant) -> datetime:
-    """The UTC datetime of an instant, clamped to the years a datetime can show."""
-    try:
-        return _UNIX_EPOCH + timedelta(microseconds=min(instant, LATEST))
-    except OverflowError:
-        return datetime.min.replace(tzinfo=UTC)
-
-
-def microseconds(seconds: float) -> int:
-    """A duration of this many seconds, no longer than until the year 9999."""
-    return round(min(seconds * MICROSECONDS, LATEST))

@@ -26,8 +26,8 @@ import trio
 
 from ._attempt import Execution, Host, Stop
 from ._batch import Done
-from ._clock import microseconds
 from ._errors import StoreError
+from ._instants import microseconds
 from ._jobs import Jobs
 from ._keeper import Keeper
 from ._kinds import Handler

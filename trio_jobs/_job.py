@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Generic, TypeVar, cast
 
-from ._clock import datetime_of
 from ._codec import Codec, decode_plain
 from ._errors import JobFailed, PayloadError, StateError
+from ._instants import datetime_of
 from ._model import Failure, Instant, Outcome, PastStart, Row, State
 
 R = TypeVar("R")

@@ -18,10 +18,11 @@ from . import _lifecycle
 from ._batch import Write
 from ._bridge import Bridge
 from ._checks import priority_of, seconds, storable
-from ._clock import Clock, instant_of, microseconds
+from ._clock import Clock
 from ._codec import Codec
 from ._errors import JobNotFound, StateError
 from ._hub import Hub, Listener, join_hub, leave_hub
+from ._instants import instant_of, microseconds
 from ._job import Job, PastAttempt, past_attempt
 from ._kinds import Kind, but_not, checked_kind
 from ._lifecycle import IllegalTransition
@@ -40,7 +41,7 @@ _MAX_ID = 2**63 - 1
 class Claimant(Protocol):
     """A pool of a runner, as `Jobs` sees it."""
 
-    def new_claim(self, now: Instant) -> Write:
+    def new_claim(self, asked_at: Instant) -> Write:
         """A claim that the caller is to submit at once: the pool waits for its answer."""
         ...
 

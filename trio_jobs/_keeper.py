@@ -12,10 +12,11 @@ import trio
 
 from ._attempt import Execution, Stop
 from ._bridge import Bridge
-from ._clock import MICROSECONDS, Alarm, Clock
+from ._clock import Alarm, Clock
 from ._errors import StoreError
+from ._instants import MICROSECONDS
 from ._model import Fence, Instant
-from ._retry import LONGEST_REPEAT, Repeats
+from ._repeats import LONGEST_REPEAT, Repeats
 
 _log = logging.getLogger("trio_jobs")
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 from ._checks import is_async, name_of, priority_of, refuses_one_argument, seconds, text
 from ._codec import Codec
+from ._instants import microseconds
 from ._model import Policy
 from ._retry import Retry
 
@@ -178,5 +179,5 @@ def policy_of(retry: Retry, on_interrupt: Literal["retry", "fail"]) -> Policy:
     return Policy(
         attempts=retry.attempts,
         on_interrupt=on_interrupt,
-        wait=lambda job_id, attempt: round(retry.wait(job_id, attempt) * 1_000_000),
+        wait=lambda job_id, attempt: microseconds(retry.wait(job_id, attempt)),
     )

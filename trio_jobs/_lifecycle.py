@@ -14,6 +14,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 from msgspec.structs import replace
 
+from ._instants import LATEST
 from ._model import Change, Failure, Instant, Outcome, PastStart, Policy, Row, State
 
 
@@ -57,9 +58,6 @@ _ALLOWED: Final = frozenset(
 
 MAX_INTERRUPTIONS: Final = 10
 """In a row; each further one uses up an attempt, so that no job can be handed on for ever."""
-
-LATEST: Final[Instant] = 253_402_300_799_999_999
-"""The end of the year 9999, the last instant a datetime can show."""
 
 WORKER_LOST: Final = Failure("worker lost")
 INTERRUPTED: Final = Failure("interrupted")

@@ -20,9 +20,10 @@ from typing import Final
 import trio
 
 from ._bridge import Bridge
-from ._clock import MICROSECONDS, Clock
+from ._clock import Clock
 from ._errors import StoreError
 from ._inotify import Watch, open_watch
+from ._instants import MICROSECONDS
 from ._store import Store
 
 _log = logging.getLogger("trio_jobs")

@@ -13,9 +13,10 @@ from . import _lifecycle
 from ._agenda import Agenda, earliest
 from ._attempt import Execution
 from ._batch import MAX_BATCH, Write
-from ._clock import Alarm, microseconds
+from ._clock import Alarm
 from ._ends import Ends
 from ._errors import StoreError
+from ._instants import microseconds
 from ._kinds import Handler
 from ._lifecycle import End
 from ._model import Claim, Claimed, Instant, NewJob, Row
@@ -254,9 +255,9 @@ class Pool:
         if self._claim_under_way is not None:
             self._claim_under_way.unless = None
 
-    def new_claim(self, now: Instant) -> Write:
+    def new_claim(self, asked_at: Instant) -> Write:
         """To be submitted at once: nothing more is claimed until its answer is here."""
-        allowance = self._engine.probation.reserve(now)
+        allowance = self._engine.probation.reserve(asked_at)
         held = self._held = self._engine.held_ids()
 
         # Called by the writing thread when its batch is formed: the room is that of the last

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from ._clock import MICROSECONDS
+from ._instants import MICROSECONDS
 from ._model import Fence, Instant
 
 PROVEN_AFTER: Final = MICROSECONDS

@@ -19,10 +19,6 @@ DAY: Final = 86_400.0
 MAX_BACKOFF: Final = 365 * DAY
 """No backoff is longer, whatever a callable returns: seconds."""
 
-FIRST_REPEAT: Final = 0.05
-LONGEST_REPEAT: Final = 2.0
-"""Seconds between two tries of a call that the store refused."""
-
 _log = logging.getLogger("trio_jobs")
 
 
@@ -102,22 +98,3 @@ def _unit(job_id: int, attempt: int) -> float:
     """A number in [0, 1) that looks random and is always the same for its arguments."""
     digest = hashlib.blake2b(f"{job_id}/{attempt}".encode(), digest_size=6).digest()
     return int.from_bytes(digest, "big") / 2**48
-
-
-class Repeats:
-    """How long to wait before a call that the store refused is tried again."""
-
-    __slots__ = ("_longest", "_next")
-
-    def __init__(self, longest: float = LONGEST_REPEAT) -> None:
-        self._longest = longest
-        self._next = FIRST_REPEAT
-
-    def next(self) -> float:
-        """Seconds, twice as many each time."""
-        wait, self._next = self._next, min(2 * self._next, self._longest)
-        return wait
-
-    def reset(self) -> None:
-        """It was not refused."""
-        self._next = FIRST_REPEAT

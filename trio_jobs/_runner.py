@@ -10,8 +10,8 @@ from typing import Final
 import trio
 
 from ._checks import is_async, name_of, seconds
-from ._clock import instant_of
 from ._engine import Engine, Once
+from ._instants import instant_of
 from ._jobs import Jobs
 from ._kinds import Handler, checked_handler
 from ._statistics import Statistics

@@ -232,8 +232,9 @@ def _waves(changes: Sequence[Change]) -> Iterator[list[Change]]:
 
 
 def _takes_key(change: Change) -> bool:
-    revives = change.before.state.is_final and not change.after.state.is_final
-    return revives and change.before.key is not None
+    if change.before.key is None:
+        return False  # asked first: of most jobs, for every end, under the lock
+    return change.before.state.is_final and not change.after.state.is_final
 
 
 def _apply_wave(connection: Connection, wave: Sequence[Change]) -> list[Refused | None]:

@@ -416,7 +416,7 @@ MUTANTS: Final[Sequence[Mutant]] = [
     Mutant(
         "an end that was refused is not written again",
         "_ends.py",
-        "                    self._engine.nursery.start_soon(self._add_later, execution, end)",
+        "                    self._engine.start(self._add_later, execution, end)",
         "                    pass",
     ),
     Mutant(
