@@ -67,13 +67,12 @@ def meta_of(records: Sequence[Record]) -> Record:
 
 
 def row_of(record: Record) -> Row:
-    state = STATES[record[1]]
     lease_until = as_instant(record[10])
-    if lease_until is None and state is State.RUNNING:
+    if lease_until is None and STATES[record[1]] is State.RUNNING:
         lease_until = 0
     return Row(
         id=record[0],
-        state=state,
+        state=STATES[record[1]],
         attempt=_count(record[2], 0),
         claims=_count(record[3], _UNKNOWN_CLAIMS),
         interruptions=_count(record[4], 0),
