@@ -122,7 +122,7 @@ class Ends:
             self._is_through(execution)
             self._engine.wrote(execution, change)
             if answer is not None:
-                self._engine.jobs._tell([change.after])
+                self._engine.found_written(change)
         else:
             self.add(execution, end)
 

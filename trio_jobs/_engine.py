@@ -150,11 +150,10 @@ class Engine:
 
     @trio.lowlevel.enable_ki_protection
     async def _live(self) -> None:
-        self.jobs._watchers[self] = None
         # Shielded: a cancellation from outside begins the orderly stop, it does not cut the
         # handlers off. `_wind_down` is bounded, but for handlers that cannot be cancelled.
         try:
-            with trio.CancelScope(shield=True), self.jobs._lookout.wanted():
+            with trio.CancelScope(shield=True), self.jobs._watched_by(self):
                 async with trio.open_nursery() as self.nursery:
                     try:
                         self.start(self._keeper.keep_leases)
@@ -180,7 +179,6 @@ class Engine:
             if others is not None:
                 raise others from None
         finally:
-            self.jobs._watchers.pop(self)
             self._over.set()
 
     def start(self, loop: Callable[..., Awaitable[None]], *args: object) -> None:
@@ -321,6 +319,10 @@ class Engine:
         due_by = max(once.due_by, row.enqueued_at) if once.now is None else once.due_by
         return row.state is State.QUEUED and row.run_at <= due_by
 
+    def found_written(self, change: Change) -> None:
+        """Its end was on disk, though its commit reported an error: nobody has heard of it."""
+        self.jobs._tell([change.after])
+
     def lost(self, execution: Execution) -> None:
         """Somebody else has its row."""
         self._tally.lost += 1
@@ -355,6 +357,10 @@ class Engine:
             self._tally.count(change)
         for fence in claimed.cancelled:
             self._cancel(fence)
+
+    def look_found_jobs(self) -> None:
+        """Others commit what is for us."""
+        self.jobs._lookout.found()
 
     def claim_was_not_needed(self) -> None:
         """Nobody else has committed, and no instant has come."""

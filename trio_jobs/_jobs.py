@@ -7,8 +7,8 @@ rows into immutable snapshots.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from datetime import datetime
 from typing import Any, Protocol, TypeVar, overload
 
@@ -416,6 +416,16 @@ class Jobs:
                 self._version = version
                 if is_found:
                     self._lookout.found()
+
+    @contextmanager
+    def _watched_by(self, watcher: Watcher) -> Iterator[None]:
+        """It hears of what is committed here, and others' commits are looked for."""
+        self._watchers[watcher] = None
+        try:
+            with self._lookout.wanted():
+                yield
+        finally:
+            del self._watchers[watcher]
 
     # Called from other loops, maybe when we have closed already; nothing may be raised there.
 

@@ -321,7 +321,7 @@ class Pool:
         if look.unless is not None:
             self._version = look.version
             if claimed.jobs:
-                self._engine.jobs._lookout.found()
+                self._engine.look_found_jobs()
             self._engine.unknown_kinds.may_be_new()
 
     def _sleep_no_longer(self) -> None:
