@@ -198,17 +198,18 @@ async def test_a_request_to_cancel_that_is_no_1_cancels_the_running_handler_once
     """The runner's changes were refused for ever, because it reads that as a request."""
     path = tmp_path / "jobs.db"
     async with trio_jobs.open_jobs(path) as jobs:
-        started = trio.Event()
+        started, is_edited = trio.Event(), trio.Event()
 
         async def run(attempt: object) -> None:
             started.set()
-            await trio.sleep(0.1)
+            await is_edited.wait()
 
         async with serving(jobs, plain.handled_by(run)):
             job = await jobs.enqueue(plain, None)
             await started.wait()
             with closing(sqlite3.connect(path, isolation_level=None)) as connection:
                 connection.execute("UPDATE trio_jobs_job SET cancel_requested = 2")
+            is_edited.set()
             [ended] = await finished(jobs, job, within=10)
 
     assert ended.state is State.CANCELLED

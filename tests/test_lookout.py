@@ -307,12 +307,27 @@ async def count_claims(store: Trouble, meanwhile: Callable[[], Awaitable[None]])
 
 
 async def count_steps(store: Trouble, meanwhile: Callable[[], Awaitable[None]]) -> Counter[str]:
+    """All that it brings, and nothing that came before."""
     steps: list[str] = []
-    await trio.sleep(0.2)
     store.rule = lambda step: steps.append(step)
+    await no_more_claims(steps)
+    steps.clear()
     await meanwhile()
+    await no_more_claims(steps)
     store.rule = lambda step: None
     return Counter(steps)
+
+
+async def no_more_claims(steps: list[str]) -> None:
+    """Until a runner has heard of everything: several times the longest pause without a claim,
+    and none under way, however long that takes."""
+    with trio.fail_after(SOON):
+        while True:
+            before = steps.count("claim")
+            await trio.sleep(6 * LONGEST)
+            await trio_jobs.testing.settled()
+            if steps.count("claim") == before:
+                return
 
 
 async def test_runners_beside_each_other_do_not_keep_each_other_awake(tmp_path: Path) -> None:
