@@ -530,9 +530,9 @@ async def test_many_writes_are_withdrawn_at_once_without_a_search_for_each(
     async with open_bridge(gated) as bridge:
         async with gated.closed_gate(lambda: bridge.add([new_job(key="first")])):
             bridge.submit(*writes)
-            start = time.perf_counter()
+            start = time.thread_time()
             withdrawn = [bridge.withdraw(write) for write in reversed(writes)]
-            took = time.perf_counter() - start
+            took = time.thread_time() - start
         keys = await keys_in(bridge)
 
     assert all(withdrawn)

@@ -1829,7 +1829,7 @@ def test_a_claim_costs_the_same_beside_any_number_of_other_rows(tmp_path: Path) 
         for _ in range(150):
             for store, measured in zip(stores, times, strict=True):
                 with store.transaction():
-                    start = time.perf_counter()
+                    start = time.thread_time()
                     taken = store.claim(
                         Claim(
                             policies={"mail": POLICY, "sms": POLICY},
@@ -1840,7 +1840,7 @@ def test_a_claim_costs_the_same_beside_any_number_of_other_rows(tmp_path: Path) 
                             lease_until=200,
                         )
                     )
-                    measured.append(time.perf_counter() - start)
+                    measured.append(time.thread_time() - start)
                 assert len(taken.jobs) == 10
 
     few, many = map(statistics.median, times)
