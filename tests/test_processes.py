@@ -1,7 +1,7 @@
 """Real processes on one file: what only kill -9, SIGSTOP, fork and other processes' locks show.
 
-The clock is the real one, so leases are as short as they may be. `processes` has the children:
-"A" and "B" run jobs, the test itself is one more process, which enqueues and looks.
+The clock is the real one, so leases are short. `processes` has the children: "A" and "B" run
+jobs, the test itself is one more process, which enqueues and looks.
 """
 
 from __future__ import annotations
@@ -39,16 +39,19 @@ from processes import (
 
 from trio_jobs import Job, Jobs, SqliteStore, State, StoreBusy, open_jobs
 
-LEASE = 0.5
-"""The shortest lease there may be: seconds."""
+LEASE = 1.5
+"""Seconds. Renewed after a third, and given up a sixth before the end: for half of it a process
+may stall."""
 
 POLL = 0.25
 
 LONG = 60.0
 """Seconds nobody waits for."""
 
-SLACK = 0.5
-"""Seconds a busy machine may need to let a process do what it is about to do."""
+SLACK = 5.0
+"""Seconds a busy machine may need to let a process do what it is about to do. So a bound tells
+apart only what is further away, mostly LONG; how long things take exactly is said of the virtual
+clock, in the tests of the modules."""
 
 SERVING: Final[dict[str, Any]] = {"kinds": ["work"], "lease": LEASE, "poll": POLL, "workers": 4}
 
@@ -154,7 +157,7 @@ async def test_L1_the_first_job_of_a_killed_process_starts_again_within_about_a_
     ends = [await finished(jobs, job) for job in many]
 
     [first, *rest] = sorted(b.starts(), key=lambda event: event["at"])
-    assert first["at"] <= killed + 1.0 + 2 * SLACK
+    assert first["at"] <= killed + 1.0 + SLACK  # not the lease
     assert [event["attempt"] for event in [first, *rest]] == [2] * 4
     assert {(job.state, job.attempt, job.result) for job in ends} == {(State.SUCCEEDED, 2, "B")}
     assert [past.outcome for past in await jobs.history(many[0])] == ["lost"]
@@ -183,9 +186,8 @@ async def test_L1_a_job_whose_process_was_killed_elsewhere_starts_again_when_its
     serve: Serve, jobs: Jobs
 ) -> None:
     job = await jobs.enqueue(work, Work(LONG))
-    poll = 0.5
-    a = await serve("A", poll=poll, elsewhere=True)
-    b = await serve("B", poll=poll, lease=60.0, hold=True)  # only the row's own lease counts
+    a = await serve("A", elsewhere=True)
+    b = await serve("B", lease=LONG, hold=True)  # only the row's own lease counts
     await a.event("start", job=job.id)
 
     killed = a.kill()
@@ -195,7 +197,7 @@ async def test_L1_a_job_whose_process_was_killed_elsewhere_starts_again_when_its
 
     [second] = b.starts()
     assert second["at"] >= lease_until
-    assert second["at"] <= killed + LEASE + 2 * poll
+    assert second["at"] <= killed + LEASE + POLL + SLACK
     assert (end.state, end.attempt, end.result) == (State.SUCCEEDED, 2, "B")
     [past] = await jobs.history(job)
     assert (past.number, past.outcome) == (1, "lost")
@@ -208,10 +210,12 @@ async def test_L1_a_job_whose_process_was_killed_elsewhere_starts_again_when_its
 async def test_all_that_a_killed_process_had_in_hand_runs_again_within_seconds(
     serve: Serve, jobs: Jobs
 ) -> None:
-    # They are taken up gently, 1, 2, 4 at a time, but nobody waits without need.
+    # They are taken up gently, 1, 2, 4, 8, 5 at a time, but nobody waits without need: for one
+    # poll, and not for four more.
+    poll = 2.0
     many = await jobs.enqueue_many(work, [Work(LONG)] * 20)
     a = await serve("A", workers=20, lease=LONG)
-    b = await serve("B", workers=20, poll=1.0, hold=True)
+    b = await serve("B", workers=20, poll=poll, hold=True)
     for job in many:
         await a.event("start", job=job.id)
 
@@ -220,7 +224,7 @@ async def test_all_that_a_killed_process_had_in_hand_runs_again_within_seconds(
     ends = [await finished(jobs, job) for job in many]
 
     assert {(job.state, job.attempt, job.result) for job in ends} == {(State.SUCCEEDED, 2, "B")}
-    assert max(unix(job.finished_at) for job in ends) <= killed + 1.0 + 2 * SLACK
+    assert max(unix(job.finished_at) for job in ends) <= killed + poll + SLACK
 
 
 async def test_a_job_that_must_not_be_repeated_fails_when_its_process_was_killed(
@@ -390,18 +394,16 @@ async def test_X2_a_handler_that_lost_its_lease_while_it_was_stopped_is_cancelle
     a = await serve("A")
     b = await serve("B", hold=True)
     await a.event("serving")
-    job = await jobs.enqueue(work, Work(2 * LEASE, always=True))
+    job = await jobs.enqueue(work, Work(3 * LEASE, always=True))
     await a.event("start", job=job.id)
 
     await a.freeze(db)
     await b.tell()
     await b.event("start", job=job.id)
-    thawed = time.time()
     a.thaw()
-    cancelled = await a.event("cancelled", job=job.id)
+    await a.event("cancelled", job=job.id)  # so before it would have ended
     end = await finished(jobs, job)
 
-    assert cancelled["at"] <= thawed + SLACK
     assert await stopped(a) == 0
     assert len(a.logged("lost its lease")) == 1
     assert (end.state, end.attempt, end.result) == (State.SUCCEEDED, 2, "B")
@@ -453,7 +455,7 @@ async def test_E1_jobs_longer_than_their_lease_stay_with_their_process(
     assert len(a.starts()) == 3
     assert not b.starts()
     # By at least a third of the lease, but for a hiccup of the machine.
-    assert len(ahead) > 100
+    assert len(ahead) > 20
     assert ahead[len(ahead) // 20] >= lease / 3
     assert ahead[0] > 0
     assert a.complaints() == []
@@ -503,9 +505,10 @@ async def test_E3_a_handler_that_blocks_the_loop_for_three_leases_loses_it_and_t
 async def test_D1_work_in_hand_is_finished_and_nothing_else_is_begun(
     serve: Serve, jobs: Jobs
 ) -> None:
-    a = await serve("A", grace=5.0)
+    a = await serve("A", grace=LONG)
     await a.event("serving")
-    everything = await jobs.enqueue_many(work, [Work(1.0)] * 54)
+    # So long that none has ended when the signal arrives.
+    everything = await jobs.enqueue_many(work, [Work(3.0)] * 54)
     for job in everything[:4]:
         await a.event("start", job=job.id)
 
@@ -513,7 +516,7 @@ async def test_D1_work_in_hand_is_finished_and_nothing_else_is_begun(
     assert await stopped(a) == 0
     took = time.time() - signalled
 
-    assert took < 2.5
+    assert took <= 3.0 + SLACK  # not the grace
     now = [await jobs.get(job) for job in everything]
     assert [(job.state, job.attempt) for job in now[:4]] == [(State.SUCCEEDED, 1)] * 4
     assert [(job.state, job.attempt) for job in now[4:]] == [(State.QUEUED, 0)] * 50
@@ -537,13 +540,13 @@ async def test_D2_what_does_not_end_in_time_is_handed_back_and_starts_at_once_el
     await b.tell()
     second = await b.event("start", job=job.id)
 
-    assert 0.3 <= took <= 0.3 + 2 * SLACK
+    assert 0.3 <= took <= 0.3 + SLACK  # not until it ends
     assert (row.state, row.lease_until) == (State.QUEUED, None)
     assert row.run_at <= signalled * 1e6
     assert (row.attempt, row.interruptions) == (0, 1)
     assert [past.outcome for past in await jobs.history(job)] == ["interrupted"]
     assert second["attempt"] == 1
-    assert second["at"] <= told + POLL + SLACK
+    assert second["at"] <= told + POLL + SLACK  # not the lease
 
 
 async def test_H3_a_thread_that_cannot_be_cancelled_keeps_its_lease_until_it_ends(
@@ -551,7 +554,8 @@ async def test_H3_a_thread_that_cannot_be_cancelled_keeps_its_lease_until_it_end
 ) -> None:
     a = await serve("A", grace=0.2)
     b = await serve("B", hold=True)
-    job = await jobs.enqueue(work, Work(2.7, how="thread"))
+    # Longer than grace, clean-up and one more lease.
+    job = await jobs.enqueue(work, Work(3.0 + LEASE, how="thread"))
     await a.event("start", job=job.id)
     await b.tell()
     await b.event("serving")
@@ -595,15 +599,16 @@ async def test_C4_what_is_in_the_file_means_the_same_in_every_process(
     await b.tell()
     started = await b.event("start", job=delayed.id)
 
-    assert 1 <= started["at"] - unix(delayed.enqueued_at) <= 1.5
+    # Another clock, or another unit, would be hours away.
+    assert 1 <= started["at"] - unix(delayed.enqueued_at) <= 1 + POLL + SLACK
     assert {name for name, _ in instants} == {"enqueued_at", "run_at", "started_at", "lease_until"}
-    assert all(-1 <= seconds <= 1 for _, seconds in instants)
+    assert all(-SLACK <= seconds <= LEASE + SLACK for _, seconds in instants)
 
 
 async def test_a_job_enqueued_in_one_process_starts_in_another_within_poll(
     serve: Serve, jobs: Jobs
 ) -> None:
-    a = await serve("A")
+    a = await serve("A", lease=LONG)  # nothing but a poll would bring it
     await a.event("serving")
     job = await jobs.enqueue(work, Work())
 
@@ -619,7 +624,8 @@ async def test_wait_finished_hears_of_an_end_in_another_process_within_poll(
     job = await jobs.enqueue(work, Work(0.3))
     await a.event("start", job=job.id)
 
-    end = await jobs.wait_finished(job, poll=POLL)
+    with trio.fail_after(20):
+        end = await jobs.wait_finished(job, poll=POLL)
     heard = time.time()
 
     assert end.unwrap() == "A"
@@ -644,7 +650,7 @@ async def test_processes_hear_of_each_other_at_once_and_not_only_once_a_poll(
     await jobs.cancel(job)
     cancelled = await jobs.wait_finished(job, poll=LONG)
 
-    assert sorted(starts)[2] <= SLACK
+    assert sorted(starts)[2] <= SLACK  # not a poll
     assert sorted(ends)[2] <= SLACK
     assert cancelled.state is State.CANCELLED
     assert a.complaints() == []
@@ -670,7 +676,7 @@ async def test_K1_a_cancel_in_one_process_reaches_the_handler_in_another_within_
             await a.event("draining")
     ends = [await finished(jobs, job) for job in (while_busy, while_draining)]
 
-    assert max(waits) <= POLL + SLACK
+    assert max(waits) <= POLL + SLACK  # not a third of the lease, when it is renewed
     assert await a.exit_code() == 0
     assert [(job.state, job.attempt) for job in ends] == [(State.CANCELLED, 1)] * 2
     for job in ends:
@@ -776,10 +782,11 @@ async def test_X1_four_processes_start_each_of_many_jobs_exactly_once(
 async def test_M1_a_lock_shorter_than_the_busy_timeout_is_not_noticed(
     serve: Serve, jobs: Jobs, db: Path
 ) -> None:
-    # The lock falls on an end (at 0.5 s), a renewal (at 1 s), claims and an enqueue.
-    a = await serve("A", lease=3.0)
-    ends_then, renewed_then = await jobs.enqueue_many(work, [Work(0.5), Work(2.0)])
-    await a.event("start", job=renewed_then.id)
+    # The lock falls on an end (at 1.5 s), a renewal (at 2 s), claims and an enqueue.
+    lease = 6.0
+    a = await serve("A", lease=lease)
+    ends_then, renewed_then = await jobs.enqueue_many(work, [Work(1.5), Work(4.0)])
+    started = await a.event("start", job=renewed_then.id)
     enqueued_then: list[Job[str]] = []
 
     async def enqueue() -> None:
@@ -788,7 +795,9 @@ async def test_M1_a_lock_shorter_than_the_busy_timeout_is_not_noticed(
     async with trio.open_nursery() as nursery:
         with write_lock(db):
             nursery.start_soon(enqueue)
-            await trio.sleep(1.4)
+            await a.event("end", job=ends_then.id)
+            await trio.sleep(max(0, started["at"] + lease / 3 + 0.5 - time.time()))
+            assert (await jobs.get(ends_then)).state is State.RUNNING  # it came after the lock
             assert not enqueued_then
     ends = [await finished(jobs, job) for job in [ends_then, renewed_then, *enqueued_then]]
 
@@ -802,8 +811,11 @@ async def test_M1_a_lock_longer_than_the_busy_timeout_is_told_to_callers_and_out
 ) -> None:
     a = await serve("A", busy_timeout=0.3, lease=60.0, kinds=["careful"])
     b = await serve("B", busy_timeout=0.3, lease=60.0, kinds=["careful"], hold=True)
-    c = await serve("C", busy_timeout=0.3)
-    ends_then = await jobs.enqueue(careful, Work(0.4))
+    # Its limit is a sixth of the lease before the end: so long it may stall.
+    c = await serve("C", busy_timeout=0.3, lease=6.0)
+    for one in (a, c):
+        await one.event("serving")
+    ends_then = await jobs.enqueue(careful, Work(2.5))
     loses_its_lease = await jobs.enqueue(work, Work(LONG))
     await a.event("start", job=ends_then.id)
     await c.event("start", job=loses_its_lease.id)
@@ -817,15 +829,18 @@ async def test_M1_a_lock_longer_than_the_busy_timeout_is_told_to_callers_and_out
             refused = time.time()
             lease_until = await lease_of(jobs, loses_its_lease)
             await b.event("serving")
-            await trio.sleep(max(0, locked + 1.2 - time.time()))
+            await a.event("end", job=ends_then.id)
+            await c.event("cancelled", job=loses_its_lease.id)
+            assert (await jobs.get(ends_then)).state is State.RUNNING
         released = time.time()
     assert len(await jobs.find()) == 2
     later = await jobs.enqueue(careful, Work())
     ends = [await finished(jobs, job) for job in [ends_then, later]]
     taken_up = await finished(jobs, loses_its_lease)
 
-    assert 0.3 <= refused - locked <= 0.3 + SLACK
+    assert 0.3 <= refused - locked < 5.0  # the busy timeout that nobody set
     assert {(job.state, job.attempt) for job in ends} == {(State.SUCCEEDED, 1)}
+    # Not the lease of A.
     assert max(unix(job.finished_at) for job in [*ends, taken_up]) <= released + 2 + SLACK
     assert len(a.starts(ends_then.id)) == 1
     [stopped_itself] = c.all("cancelled")
@@ -843,14 +858,15 @@ async def test_M1_a_lock_longer_than_the_busy_timeout_is_told_to_callers_and_out
 async def test_M1_a_stop_while_the_file_is_locked_is_bounded(
     serve: Serve, jobs: Jobs, db: Path
 ) -> None:
-    a = await serve("A", grace=0.2)
+    a = await serve("A", grace=0.2, lease=LONG, busy_timeout=LONG)
     b = await serve("B", hold=True)
     await a.event("serving")
-    returned, interrupted = await jobs.enqueue_many(work, [Work(LEASE / 2), Work(LONG)])
+    returned, interrupted = await jobs.enqueue_many(work, [Work(1.5), Work(LONG)])
     await a.event("start", job=interrupted.id)
 
     with write_lock(db):
         await a.event("end", job=returned.id)
+        assert (await jobs.get(returned)).state is State.RUNNING  # it came after the lock
         signalled = time.time()
         code = await stopped(a)
         took = time.time() - signalled
@@ -858,7 +874,7 @@ async def test_M1_a_stop_while_the_file_is_locked_is_bounded(
     ends = [await finished(jobs, job) for job in (returned, interrupted)]
 
     assert code == 0
-    assert took <= 0.2 + 2 + 2 + SLACK
+    assert took <= 0.2 + 2 + 2 + SLACK  # not the busy timeout
     assert [(job.state, job.result, job.attempt) for job in ends] == [(State.SUCCEEDED, "B", 2)] * 2
     assert not a.logged("Traceback")
 
