@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -365,7 +366,8 @@ def test_nothing_is_printed_where_the_output_is_closed(
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
+    others = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return {**others, "PYTHONPATH": str(ROOT)}
 
 
 def run_process(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -390,7 +392,9 @@ class Worker:
         self.processes: list[subprocess.Popen[bytes]] = []
         (folder / "app_handlers.py").write_text(HANDLERS)
 
-    def start(self, *options: str, handlers: str = "HANDLERS") -> subprocess.Popen[bytes]:
+    def start(
+        self, *options: str, handlers: str = "HANDLERS", stdout: int | None = None
+    ) -> subprocess.Popen[bytes]:
         with self.log.open("wb") as log:
             process = subprocess.Popen(
                 [
@@ -399,7 +403,7 @@ class Worker:
                 ],
                 cwd=self.folder,
                 env=environment(),
-                stdout=log,
+                stdout=log if stdout is None else stdout,
                 stderr=log,
             )
         self.processes.append(process)
@@ -558,6 +562,40 @@ def test_h3_a_thread_does_not_keep_the_process_and_its_job_is_taken_up_again(
     worker.wait_for_state(stuck, State.SUCCEEDED)
     assert worker.job(stuck).result == "did not block"
     assert worker.outcomes(stuck) == [(1, "lost")]
+
+
+@contextmanager
+def full_disk() -> Iterator[int]:
+    """A descriptor on which every write fails."""
+    try:
+        full = os.open("/dev/full", os.O_WRONLY)
+    except OSError:
+        pytest.skip("there is no /dev/full")
+    yield full
+    os.close(full)
+
+
+@contextmanager
+def closed_pipe() -> Iterator[int]:
+    """A descriptor that nobody reads."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    yield writing
+    os.close(writing)
+
+
+@pytest.mark.parametrize("stdout", [full_disk, closed_pipe])
+def test_what_cannot_be_printed_does_not_keep_the_process_of_a_stuck_handler(
+    worker: Worker, stdout: Callable[[], AbstractContextManager[int]]
+) -> None:
+    stuck = worker.enqueue(blocking, 60.0)
+    with stdout() as descriptor:
+        process = worker.start("--grace", "0", stdout=descriptor)
+    worker.wait_for_handler(stuck)
+
+    process.terminate()
+
+    assert process.wait(10) == 75
 
 
 def test_a_thread_that_ends_in_time_has_its_result_stored(worker: Worker) -> None:

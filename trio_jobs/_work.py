@@ -12,7 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
 from typing import Final, NoReturn
@@ -111,11 +111,13 @@ async def _end_process_if_stuck(runner: Runner) -> None:
 
 def _exit_now(code: int) -> NoReturn:
     """End without waiting for threads."""
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # closed by who started us
-            stream.flush()
-    os._exit(code)
+    streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None]
+    try:
+        for flush in (logging.shutdown, *(stream.flush for stream in streams)):
+            with suppress(Exception):  # nobody reads it any more, or the disk is full
+                flush()
+    finally:
+        os._exit(code)
 
 
 def load_handlers(reference: str) -> list[Handler]:
