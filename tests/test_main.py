@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -13,16 +14,19 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 import trio
+import trio.testing
 from click.testing import CliRunner, Result
 
 import trio_jobs
-from trio_jobs import Attempt, Fail, Job, Jobs, Kind, State, open_jobs, run_once
+from trio_jobs import Attempt, Fail, Job, Jobs, Kind, SqliteStore, State, _work, open_jobs, run_once
 from trio_jobs.__main__ import main
+from trio_jobs._work import work
 
 T = TypeVar("T")
 
@@ -72,6 +76,11 @@ async def make_async():
 
 nap = Kind("nap", float, str)
 blocking = Kind("blocking", float, str)
+
+
+@nap.handled_by
+async def take_nap(attempt: Attempt[float, str]) -> str:
+    raise NotImplementedError
 
 
 @pytest.fixture
@@ -489,6 +498,45 @@ def test_d1_a_signal_lets_what_is_under_way_end_and_starts_nothing_more(
     assert [job.state for job in jobs] == [State.SUCCEEDED] * 2 + [State.QUEUED] * 5
     assert [job.attempt for job in jobs] == [1] * 2 + [0] * 5
     assert worker.log.read_text().splitlines()[-1].endswith("stopped")
+
+
+@pytest.fixture
+def _signals_as_before() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_signals_as_before")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_while_others_keep_the_file_locked_is_a_stop_in_order(
+    database: Path,
+    number: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    patient = SqliteStore(database, busy_timeout=1000)
+    monkeypatch.setattr(_work, "open_jobs", lambda path: open_jobs(patient))
+    caplog.set_level(logging.INFO)
+    others = sqlite3.connect(database, isolation_level=None)
+    others.execute("CREATE TABLE user (id INTEGER)")
+    others.execute("BEGIN EXCLUSIVE")
+
+    with trio.fail_after(10):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(
+                partial(work, str(database), [take_nap], workers=1, lease=60, grace=10)
+            )
+            await trio.testing.wait_all_tasks_blocked()
+            signal.raise_signal(number)
+
+    others.close()
+    assert [record.message for record in caplog.records] == [
+        f"{signal.Signals(number).name}: stopping; once more cuts the grace",
+        "stopped",
+    ]
+    assert not patient.is_open
 
 
 def test_d2_when_the_grace_is_over_jobs_are_handed_back_at_once(worker: Worker) -> None:

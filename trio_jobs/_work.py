@@ -46,22 +46,28 @@ async def work(
     """
     handlers = list(handlers)
     is_new = not os.path.exists(database)  # noqa: ASYNC240 - nothing else runs yet
+    serving, hurry = trio.CancelScope(), trio.Event()
     with _stop_signals() as signals:
-        async with open_jobs(database) as jobs, trio.open_nursery() as nursery:
-            async with trio.open_nursery() as serving:
-                try:
-                    runner = await serving.start(
-                        partial(serve, jobs, handlers, workers=workers, lease=lease, grace=grace)
-                    )
-                except (TypeError, ValueError) as error:  # its settings
-                    raise BadArgument(str(error)) from error
-                names = ", ".join(sorted(handler.kind.name for handler in handlers))
-                _log.info("working on %s: %s", database, names)
-                if is_new:
-                    _log.warning("there was no file %s: it is new, and has no jobs yet", database)
-                stop = serving.cancel_scope
-                nursery.start_soon(_obey, signals, runner, stop)
-                nursery.start_soon(_end_process_if_stuck, runner)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_obey, signals, serving, hurry)
+            with serving:  # around `open_jobs` too, for that may wait for somebody's lock
+                async with open_jobs(database) as jobs, trio.open_nursery() as inner:
+                    try:
+                        runner = await inner.start(
+                            partial(
+                                serve, jobs, handlers, workers=workers, lease=lease, grace=grace
+                            )
+                        )
+                    except (TypeError, ValueError) as error:  # its settings
+                        raise BadArgument(str(error)) from error
+                    nursery.start_soon(_cut_grace, hurry, runner)
+                    nursery.start_soon(_end_process_if_stuck, runner)
+                    names = ", ".join(sorted(handler.kind.name for handler in handlers))
+                    _log.info("working on %s: %s", database, names)
+                    if is_new:
+                        _log.warning(
+                            "there was no file %s: it is new, and has no jobs yet", database
+                        )
             nursery.cancel_scope.cancel()
     _log.info("stopped")
 
@@ -92,14 +98,19 @@ def _stop_signals() -> Iterator[AsyncIterator[int]]:
         signal.signal(number, signal.SIG_IGN)
 
 
-async def _obey(signals: AsyncIterator[int], runner: Runner, serving: trio.CancelScope) -> None:
+async def _obey(signals: AsyncIterator[int], serving: trio.CancelScope, hurry: trio.Event) -> None:
     async for number in signals:
         if not serving.cancel_called:
             _log.info("%s: stopping; once more cuts the grace", signal.Signals(number).name)
             serving.cancel()
         else:
             _log.info("%s: handlers are cancelled now", signal.Signals(number).name)
-            runner._engine.cut_grace()
+            hurry.set()
+
+
+async def _cut_grace(hurry: trio.Event, runner: Runner) -> None:
+    await hurry.wait()
+    runner._engine.cut_grace()
 
 
 async def _end_process_if_stuck(runner: Runner) -> None:
