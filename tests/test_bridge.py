@@ -33,6 +33,7 @@ from trio_jobs import (
     State,
     StoreBusy,
     StoreError,
+    _bridge,
     _hub,
     _lifecycle,
     testing,
@@ -1292,6 +1293,47 @@ def test_ctrl_c_while_opening_waits_for_a_lock_of_others_leaves_nothing_open(
     assert store._connections.writer is None
 
 
+def interrupt_threads(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """Ctrl-C before each of the next threads that are asked for."""
+    run_sync: Any = trio.to_thread.run_sync
+
+    async def interrupted(*arguments: Any, **options: Any) -> Any:
+        nonlocal times
+        if times > 0:
+            times -= 1
+            signal.raise_signal(signal.SIGINT)
+        return await run_sync(*arguments, **options)
+
+    monkeypatch.setattr(trio.to_thread, "run_sync", interrupted)
+
+
+def test_one_ctrl_c_after_another_while_opening_waits_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "jobs.db"
+    store = Impatient(path)
+
+    def interrupt() -> None:
+        signal.raise_signal(signal.SIGINT)
+        interrupt_threads(monkeypatch, 4)
+
+    store.when_waiting = interrupt
+    opening: list[int] = []
+
+    async def main() -> None:
+        bridge = Bridge(store, Clock(), lambda rows: None)
+        try:
+            await bridge.open()
+        finally:
+            opening.append(bridge._readers.borrowed_tokens)
+
+    with locked(path, is_log=True), pytest.raises(KeyboardInterrupt):
+        trio.run(main)
+
+    assert opening == [0], "a thread goes on"
+    assert store._connections.writer is None
+
+
 # Virtual time.
 
 
@@ -1535,6 +1577,22 @@ def test_ctrl_c_in_the_middle_of_closing_leaves_nobody_waiting_and_nothing_open(
     assert store._connections.writer is None
 
 
+def test_one_ctrl_c_after_another_while_closing_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SqliteStore(tmp_path / "jobs.db")
+
+    async def main() -> None:
+        async with trio_jobs.open_jobs(store):
+            interrupt_threads(monkeypatch, 4)
+
+    with pytest.raises(KeyboardInterrupt):
+        trio.run(main)
+
+    assert store._connections.writer is None
+    assert not [one for one in threading.enumerate() if one.name == "trio_jobs writer"]
+
+
 # No more threads.
 
 
@@ -1619,8 +1677,8 @@ def test_ctrl_c_in_any_line_of_opening_and_closing_leaves_nothing_open(tmp_path:
     code = {
         inspect.unwrap(function).__code__
         for function in (
-            trio_jobs.open_jobs, Bridge.open, Bridge.close, join_hub, leave_hub, Hub.join,
-            Hub.leave, Lookout.wanted, Lookout._start, Lookout.close,
+            trio_jobs.open_jobs, Bridge.open, Bridge.close, _bridge._closed, join_hub, leave_hub,
+            Hub.join, Hub.leave, Lookout.wanted, Lookout._start, Lookout.close,
         )
     }  # fmt: skip
     path = tmp_path / "jobs.db"

@@ -109,10 +109,7 @@ class Bridge:
     async def _take_back_open(self) -> None:
         # The thread keeps its place in `_readers` until it is over. A close that comes before it
         # has begun goes unheard, and one that comes while it works waits for it.
-        is_over = False
-        while not is_over:
-            is_over = not self._readers.borrowed_tokens
-            await _in_thread(self._store.close, trio.CapacityLimiter(1), or_here=True)
+        await _closed(self._store.close, lambda: not self._readers.borrowed_tokens)
 
     @trio.lowlevel.enable_ki_protection
     async def close(self) -> None:
@@ -135,14 +132,8 @@ class Bridge:
                 await trio.lowlevel.checkpoint()
             else:
                 self._begin()
-                shut = functools.partial(
-                    _in_thread, self._shut, trio.CapacityLimiter(1), or_here=True
-                )
                 try:
-                    await shut()
-                except KeyboardInterrupt:  # that came before: the thread was not even begun
-                    await shut()  # noqa: ASYNC120 - shielded
-                    raise
+                    await _closed(self._shut)
                 finally:
                     self._end(1)
         _open_bridges.discard(self)
@@ -447,6 +438,21 @@ async def _in_thread(
         if or_here:
             return call()
         raise _no_thread(error) from error
+
+
+async def _closed(close: Callable[[], None], is_last: Callable[[], bool] = lambda: True) -> None:
+    """Call it in a thread, again and again until one call was the last, as asked before it. Only
+    then raise a `KeyboardInterrupt`, however many come."""
+    interrupt: KeyboardInterrupt | None = None
+    is_over = False
+    while not is_over:
+        is_over = is_last()
+        try:
+            await _in_thread(close, trio.CapacityLimiter(1), or_here=True)
+        except KeyboardInterrupt as error:  # that came before: the thread was not even begun
+            interrupt, is_over = error, False
+    if interrupt is not None:
+        raise interrupt
 
 
 def _started(work: Callable[[], None], name: str) -> threading.Thread:
