@@ -714,12 +714,14 @@ def test_handlers_that_cannot_be_had_are_one_line(
     [line] = result.stderr.splitlines()
     assert line.startswith("Error: ")
     assert re.search(message, line)
+    assert not database.exists()
 
 
 @pytest.mark.parametrize(
     "option",
     [
         ("--workers", "0"),
+        ("--workers", "99999999999999999999"),
         ("--grace", "-1"),
         ("--grace", "nan"),
         ("--lease", "0"),
@@ -733,6 +735,7 @@ def test_settings_that_cannot_work_are_one_line(database: Path, option: tuple[st
     assert result.exit_code == 2
     [line] = result.stderr.splitlines()
     assert line.startswith(f"Error: {option[0][2:]} must be ")
+    assert not database.exists()
 
 
 def test_a_module_that_breaks_on_import_shows_where(tmp_path: Path, database: Path) -> None:

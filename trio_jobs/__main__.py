@@ -19,6 +19,7 @@ from ._errors import TrioJobsError
 from ._job import Job
 from ._jobs import Jobs, open_jobs
 from ._model import State
+from ._runner import MOST_WORKERS
 from ._work import BadArgument, load_handlers, work
 
 T = TypeVar("T")
@@ -184,7 +185,7 @@ def stats(database: str, kind: str | None, as_json: bool) -> None:
     callback=_file_name,
     help="Keep the search in this file.",
 )
-@click.option("--workers", type=click.IntRange(min=1), default=16, show_default=True)
+@click.option("--workers", type=click.IntRange(1, MOST_WORKERS), default=16, show_default=True)
 def demo(folder: str, database: str | None, workers: int) -> None:
     """Find duplicate files below FOLDER (default: here) with a job for each file.
 

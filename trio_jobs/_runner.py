@@ -21,6 +21,8 @@ _log = logging.getLogger("trio_jobs")
 
 SHORTEST_LEASE: Final = 0.5
 """Seconds; a third of it must be enough for a renewal on a busy machine."""
+MOST_WORKERS: Final = 10_000
+"""Each is a task from the start; more would be a slip of the finger."""
 
 
 async def serve(  # noqa: ASYNC128 - the engine says that it has started
@@ -37,11 +39,10 @@ async def serve(  # noqa: ASYNC128 - the engine says that it has started
 ) -> None:
     """Run jobs until cancelled or drained: `runner = await nursery.start(serve, jobs, [...])`.
 
-    At most `workers` handlers run at a time. `queues` chooses among the handlers by
-    `kind.queue`: names, or a mapping from name to its own number of workers. The store is
+    At most `workers` (1 to 10,000) handlers run at a time. `queues` chooses among the handlers
+    by `kind.queue`: names, or a mapping from name to its own number of workers. The store is
     looked at every `poll` seconds, and at once when this process enqueues; on Linux also when
-    another one does. A claim is valid
-    for `lease` seconds and renewed while its handler runs.
+    another one does. A claim is valid for `lease` seconds and renewed while its handler runs.
 
     Cancelling it stops in order: no new claims, `grace` seconds for handlers to end, then
     they are cancelled and have 2 s to clean up, then 2 s for the last writes. What did not
@@ -53,13 +54,13 @@ async def serve(  # noqa: ASYNC128 - the engine says that it has started
     settings that cannot work, `StoreError` when the file is beyond waiting (corrupt,
     read-only), `KeyboardInterrupt` when a handler raised it.
     """
-    pools, known = _pools(handlers, workers, queues, unhandled)
+    pools, known = pools_of(handlers, workers, queues, unhandled)
     engine = Engine(
         jobs,
         pools,
         known,
         poll=seconds(poll, "poll", above=True),
-        lease=_lease(lease),
+        lease=lease_of(lease),
         grace=seconds(grace, "grace"),
         unhandled=unhandled,
     )
@@ -84,7 +85,7 @@ async def run_once(
     that long to end before it is cancelled, and only then this returns. Raises what
     `serve` raises, and `StoreBusy` or `StoreError` when jobs cannot be claimed.
     """
-    pools, known = _pools(handlers, workers, queues, unhandled)
+    pools, known = pools_of(handlers, workers, queues, unhandled)
     instant = None if now is None else instant_of(now, "now")
     due_by = jobs._clock.now() if instant is None else instant
     once = Once(instant, due_by, await jobs._bridge.read(lambda store: store.next_id()))
@@ -116,7 +117,10 @@ class Runner:
         return f"<Runner: {now.running} running, {now.started} started>"
 
 
-def _lease(lease: float) -> float:
+# What can be checked before there is a `Jobs`.
+
+
+def lease_of(lease: float) -> float:
     lease = seconds(lease, "lease")
     if lease < SHORTEST_LEASE:
         raise ValueError(
@@ -125,7 +129,7 @@ def _lease(lease: float) -> float:
     return lease
 
 
-def _pools(
+def pools_of(
     handlers: Iterable[Handler],
     workers: int,
     queues: Collection[str] | Mapping[str, int] | None,
@@ -185,6 +189,9 @@ def _served(by_kind: Mapping[str, Handler], queues: Collection[str]) -> dict[str
 
 
 def _workers(number: int, name: str) -> int:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ValueError(f"{name} must be a whole number from 1 on, not {number!r}")
+    is_whole = isinstance(number, int) and not isinstance(number, bool)
+    if not is_whole or not 1 <= number <= MOST_WORKERS:
+        raise ValueError(
+            f"{name} must be a whole number from 1 to {MOST_WORKERS:,}, not {number!r}"
+        )
     return number

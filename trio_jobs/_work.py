@@ -20,10 +20,10 @@ from typing import Final, NoReturn
 import click
 import trio
 
-from ._checks import is_async, name_of
+from ._checks import is_async, name_of, seconds
 from ._jobs import open_jobs
 from ._kinds import Handler
-from ._runner import Runner, serve
+from ._runner import Runner, lease_of, pools_of, serve
 
 STUCK: Final = 75
 """The exit code when a handler could not be cancelled (EX_TEMPFAIL: starting again helps)."""
@@ -45,6 +45,12 @@ async def work(
     If a handler cannot be cancelled, the process ends here, with `STUCK`.
     """
     handlers = list(handlers)
+    try:  # before there is a file
+        pools_of(handlers, workers, None, "leave")
+        lease_of(lease)
+        seconds(grace, "grace")
+    except (TypeError, ValueError) as error:
+        raise BadArgument(str(error)) from error
     is_new = not os.path.exists(database)  # noqa: ASYNC240 - nothing else runs yet
     serving, hurry = trio.CancelScope(), trio.Event()
     with _stop_signals() as signals:
@@ -52,14 +58,9 @@ async def work(
             nursery.start_soon(_obey, signals, serving, hurry)
             with serving:  # around `open_jobs` too, for that may wait for somebody's lock
                 async with open_jobs(database) as jobs, trio.open_nursery() as inner:
-                    try:
-                        runner = await inner.start(
-                            partial(
-                                serve, jobs, handlers, workers=workers, lease=lease, grace=grace
-                            )
-                        )
-                    except (TypeError, ValueError) as error:  # its settings
-                        raise BadArgument(str(error)) from error
+                    runner = await inner.start(
+                        partial(serve, jobs, handlers, workers=workers, lease=lease, grace=grace)
+                    )
                     nursery.start_soon(_cut_grace, hurry, runner)
                     nursery.start_soon(_end_process_if_stuck, runner)
                     names = ", ".join(sorted(handler.kind.name for handler in handlers))
