@@ -802,7 +802,7 @@ async def test_an_id_of_no_job_is_not_found_however_large(jobs: Jobs) -> None:
 
     for id in (0, -1, 2, 2**31, 2**63 - 1, 2**63, -(2**63), 2**64 + 1, -(10**100)):
         for call in (jobs.get, jobs.history, jobs.wait_finished, jobs.cancel, jobs.retry):
-            with pytest.raises(JobNotFound, match="there is no job"):
+            with pytest.raises(JobNotFound, match=f"there is no job {id}$"):
                 await call(id)
         assert await jobs.find(after=id) == ([] if id > 0 else await jobs.find())
 

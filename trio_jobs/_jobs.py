@@ -36,6 +36,7 @@ P = TypeVar("P")
 R = TypeVar("R")
 
 _MAX_ID = 2**63 - 1
+"""SQLite's integers have 64 bits."""
 
 
 class Claimant(Protocol):
@@ -266,7 +267,7 @@ class Jobs:
         states = () if state is None else (_checked_state(state),)
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
             raise ValueError(f"limit must be a whole number from 0 on, not {limit!r}")
-        start = 0 if after is None else _checked_id(after)
+        start = 0 if after is None else max(min(_number_of(after), _MAX_ID), -1)
         name = _name_of(kind)
         codec = kind.result_codec if isinstance(kind, Kind) else None
         rows = await self._bridge.read(
@@ -442,11 +443,17 @@ class Jobs:
 
 
 def _checked_id(id: int | Job[Any]) -> int:
+    number = _number_of(id)
+    if not 0 <= number <= _MAX_ID:
+        raise _not_found(number)
+    return number
+
+
+def _number_of(id: int | Job[Any]) -> int:
     number = id.id if isinstance(id, Job) else id
     if isinstance(number, bool) or not isinstance(number, int):
         raise TypeError(f"a job's id must be an int, not {type(number).__name__}")
-    # SQLite's integers have 64 bits; no id is outside.
-    return max(min(number, _MAX_ID), -1)
+    return number
 
 
 def _checked_state(state: State) -> State:
