@@ -371,6 +371,33 @@ def test_nothing_is_printed_where_the_output_is_closed(
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *("list", "show 1", "stats", "history 3", "retry 3", "cancel 4"),
+        *("list --json", "demo --db demo.db .", "list --help"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_one_line(
+    samples: Samples, database: Path, arguments: str
+) -> None:
+    with full_disk() as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "trio_jobs", *arguments.split()],
+            cwd=database.parent,
+            env={**environment(), "TRIO_JOBS_DB": str(database)},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last == "Error: the output cannot be written: No space left on device"
+    assert "Traceback" not in done.stderr
+
+
 # Working.
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import tempfile
@@ -44,7 +45,18 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 id_argument = click.argument("id", type=int)
 
 
-@click.group()
+class _Commands(click.Group):
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except OSError as error:
+            # Click has its own way with a pipe that nobody reads.
+            if error.errno == errno.EPIPE or not _display.is_output_lost():
+                raise
+            raise click.ClickException(f"the output cannot be written: {error.strerror}") from error
+
+
+@click.group(cls=_Commands)
 @click.pass_context
 def main(context: click.Context) -> None:
     """Background jobs that survive a crash, on one SQLite file."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -50,6 +51,20 @@ def prepare_output(level: int) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
+
+
+def is_output_lost() -> bool:
+    """Whether what was printed cannot be written; then it is dropped, and not tried again."""
+    stdout = sys.stdout
+    if stdout is None:  # closed by who started us
+        return False
+    try:
+        stdout.flush()
+    except OSError:
+        # Else Python tries once more at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
+        return True
+    return False
 
 
 class _OneLine(logging.Formatter):
