@@ -323,19 +323,21 @@ async def is_generator(attempt: object) -> Any:
 @pytest.mark.parametrize(
     ("fn", "named"),
     [
-        (is_sync, "is_sync"),
-        (lambda attempt: 1, "lambda"),
-        (is_generator, "is_generator"),
-        (functools.partial(is_sync), "is_sync"),
-        (print, "print"),
-        (Multiplier, "Multiplier"),
+        (is_sync, "is_sync: write `async def`"),
+        (lambda attempt: 1, "<lambda>: write `async def`"),
+        (is_generator, "is_generator, an async generator: it has a `yield`"),
+        (functools.partial(is_sync), "is_sync: write `async def`"),
+        (print, "print: write `async def`"),
+        (Multiplier, "Multiplier: write `async def`"),
         (None, "NoneType"),
         ("doubles", "str"),
     ],
     ids=["function", "lambda", "generator", "partial", "builtin", "class", "None", "str"],
 )
 def test_what_is_not_an_async_function_is_refused_at_once(fn: Any, named: str) -> None:
-    with pytest.raises(TypeError, match=rf"kind 'number' must be an async function, not .*{named}"):
+    with pytest.raises(
+        TypeError, match=rf"kind 'number' must be an async function, not .*{named}$"
+    ):
         number.handled_by(fn)
 
 
@@ -481,8 +483,9 @@ BAD_TIMES: list[tuple[list[Any], dict[str, Any], type[Exception], str]] = [
     ]
 ] + [
     ([doubling], {"poll": 0}, ValueError, "poll"),
-    ([doubling], {"lease": 0}, ValueError, "lease"),
-    ([doubling], {"lease": 0.1}, ValueError, "lease must be at least 0.5 s"),
+    ([doubling], {"lease": -1}, ValueError, "lease must be finite and 0.5 or more, not -1.0"),
+    ([doubling], {"lease": 0}, ValueError, "lease must be finite and 0.5 or more, not 0.0"),
+    ([doubling], {"lease": 0.1}, ValueError, "lease must be finite and 0.5 or more, not 0.1"),
 ]
 
 

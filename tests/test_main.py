@@ -72,6 +72,12 @@ def make():
 
 async def make_async():
     return [take_nap]
+
+async def generate():
+    yield take_nap
+
+async def unbound(attempt):
+    pass
 """
 
 nap = Kind("nap", float, str)
@@ -726,7 +732,18 @@ def test_the_log_is_one_line_a_record_and_goes_to_stderr(tmp_path: Path, databas
         ("app_handlers:MIXED", "it gave int"),
         ("app_handlers:NONE", "is empty"),
         ("app_handlers:nap", "it gave Kind"),
-        ("app_handlers:make_async", "is an async function, no Handler"),
+        (
+            "app_handlers:make_async",
+            "is an async function, no Handler: write `def`, or, for .* `serve`",
+        ),
+        (
+            "app_handlers:generate",
+            "is an async function, no Handler: write `def`, or, for .* `serve`",
+        ),
+        (
+            "app_handlers:unbound",
+            "is an async function, no Handler: bind it with @kind.handled_by$",
+        ),
         ("app_handlers:TWICE", "kind 'blocking' has two handlers: block and do_not_block$"),
     ],
 )

@@ -11,17 +11,17 @@ from typing import Final
 _MAX_PRIORITY: Final = 2**31
 
 
-def seconds(value: float, name: str, *, above: bool = False) -> float:
-    """A finite number of seconds from 0 on (`above`: more than 0), or ValueError."""
+def seconds(value: float, name: str, *, least: float = 0, above: bool = False) -> float:
+    """A finite number of seconds from `least` on (`above`: more than that), or ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, not {type(value).__name__}")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if not math.isfinite(number) or number < 0 or (above and number == 0):
-        least = "more than 0" if above else "0 or more"
-        raise ValueError(f"{name} must be finite and {least}, not {number}")
+    if not math.isfinite(number) or number < least or (above and number == least):
+        bound = f"more than {least}" if above else f"{least} or more"
+        raise ValueError(f"{name} must be finite and {bound}, not {number}")
     return number
 
 
@@ -52,11 +52,17 @@ def priority_of(value: int) -> int:
 
 
 def is_async(fn: object) -> bool:
+    return _is(inspect.iscoroutinefunction, fn)
+
+
+def is_async_generator(fn: object) -> bool:
+    return _is(inspect.isasyncgenfunction, fn)
+
+
+def _is(sort: Callable[[object], bool], fn: object) -> bool:
     while isinstance(fn, functools.partial):
         fn = fn.func
-    return inspect.iscoroutinefunction(fn) or (
-        callable(fn) and inspect.iscoroutinefunction(type(fn).__call__)
-    )
+    return sort(fn) or (callable(fn) and sort(type(fn).__call__))
 
 
 def refuses_one_argument(fn: Callable[..., object]) -> str | None:

@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
-from ._checks import is_async, name_of, priority_of, refuses_one_argument, seconds, text
+from ._checks import (
+    is_async,
+    is_async_generator,
+    name_of,
+    priority_of,
+    refuses_one_argument,
+    seconds,
+    text,
+)
 from ._codec import Codec
 from ._instants import microseconds
 from ._model import Policy
@@ -132,8 +140,12 @@ class Handler:
         self, kind: Kind[Any, Any], fn: Callable[[Attempt[Any, Any]], Awaitable[Any]]
     ) -> None:
         if not is_async(fn):
+            hint = ": write `async def`" if callable(fn) else ""
+            if is_async_generator(fn):
+                hint = ", an async generator: it has a `yield`"
             raise TypeError(
-                f"the handler of kind {kind.name!r} must be an async function, not {name_of(fn)}"
+                f"the handler of kind {kind.name!r} must be an async function, "
+                f"not {name_of(fn)}{hint}"
             )
         why = refuses_one_argument(fn)
         if why is not None:

@@ -121,12 +121,7 @@ class Runner:
 
 
 def lease_of(lease: float) -> float:
-    lease = seconds(lease, "lease")
-    if lease < SHORTEST_LEASE:
-        raise ValueError(
-            f"lease must be at least {SHORTEST_LEASE} s (it is renewed after a third), not {lease}"
-        )
-    return lease
+    return seconds(lease, "lease", least=SHORTEST_LEASE)
 
 
 def pools_of(

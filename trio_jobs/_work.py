@@ -20,7 +20,7 @@ from typing import Final, NoReturn
 import click
 import trio
 
-from ._checks import is_async, name_of, seconds
+from ._checks import is_async, is_async_generator, name_of, refuses_one_argument, seconds
 from ._jobs import open_jobs
 from ._kinds import Handler
 from ._runner import Runner, lease_of, pools_of, serve
@@ -147,10 +147,13 @@ def load_handlers(reference: str) -> list[Handler]:
     value = _attribute(module_name, attribute)
     if isinstance(value, Handler):
         return [value]
-    if is_async(value):
-        raise BadArgument(
-            f"{reference} is an async function, no Handler: bind it with @kind.handled_by"
+    if callable(value) and (is_async(value) or is_async_generator(value)):
+        advice = (
+            "bind it with @kind.handled_by"
+            if refuses_one_argument(value) is None
+            else "write `def`, or, for handlers that need something async, a program with `serve`"
         )
+        raise BadArgument(f"{reference} is an async function, no Handler: {advice}")
     try:
         given = value() if callable(value) else value
         given = list(given) if isinstance(given, Iterable) else [given]
