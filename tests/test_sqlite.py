@@ -1727,7 +1727,10 @@ def test_M10_an_old_version_is_told_of_once_in_a_process(
 
         assert [record.levelname for record in caplog.records] == ["INFO"] * said
         for record in caplog.records:
-            assert record.message.startswith("trio_jobs is safe with this SQLite, 3.51.2. Only an")
+            assert record.message == (
+                "SQLite 3.51.2: give connections of your own to the file PRAGMA "
+                "wal_autocheckpoint = 0 (see README)"
+            )
 
 
 def test_a_connection_that_checkpoints_by_itself_is_told_of_once(

@@ -275,9 +275,7 @@ _HOLDER: Final = (
 )
 
 _OLD_SQLITE: Final = (
-    "trio_jobs is safe with this SQLite, %s. Only an application with connections of its own to the"
-    " file has something to do: set PRAGMA wal_autocheckpoint = 0 on them, for a checkpoint of this"
-    " version can corrupt a file (fixed in 3.51.3, 3.50.7 and 3.44.6)"
+    "SQLite %s: give connections of your own to the file PRAGMA wal_autocheckpoint = 0 (see README)"
 )
 
 
