@@ -183,7 +183,7 @@ class Engine:
 
     def start(self, loop: Callable[..., Awaitable[None]], *args: object) -> None:
         """A task of the runner. What it raises stops the runner in order, as in `guarded`."""
-        self.nursery.start_soon(self._run_loop, loop, *args)
+        self.nursery.start_soon(self._run_loop, loop, *args, name=loop)
 
     async def _run_loop(self, loop: Callable[..., Awaitable[None]], *args: object) -> None:
         try:
