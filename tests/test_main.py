@@ -435,13 +435,22 @@ class Worker:
         (folder / "app_handlers.py").write_text(HANDLERS)
 
     def start(
-        self, *options: str, handlers: str = "HANDLERS", stdout: int | None = None
+        self,
+        *options: str,
+        handlers: str = "HANDLERS",
+        reference: str | None = None,
+        stdout: int | None = None,
     ) -> subprocess.Popen[bytes]:
         with self.log.open("wb") as log:
             process = subprocess.Popen(
                 [
                     *(sys.executable, "-W", "error", "-m", "trio_jobs", "work"),
-                    *(f"app_handlers:{handlers}", "--db", str(self.database), *options),
+                    *(
+                        reference or f"app_handlers:{handlers}",
+                        "--db",
+                        str(self.database),
+                        *options,
+                    ),
                 ],
                 cwd=self.folder,
                 env=environment(),
@@ -616,6 +625,25 @@ def test_signals_that_go_on_coming_do_not_change_how_a_stop_ends(
     assert process.returncode == 0, worker.log.read_text()
     assert worker.outcomes(id) == [(1, "interrupted")]
     assert worker.log.read_text().splitlines()[-1].endswith("stopped")
+
+
+def test_a_thread_of_the_application_does_not_keep_the_process_from_a_further_signal(
+    worker: Worker,
+) -> None:
+    (worker.folder / "with_thread.py").write_text(
+        "import threading, time\n"
+        "from app_handlers import HANDLERS\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+    )
+    process = worker.start(reference="with_thread:HANDLERS")
+    worker.wait_for_log("working on")
+    process.terminate()
+    worker.wait_for_log("INFO trio_jobs: stopped")
+    assert process.poll() is None
+
+    process.terminate()
+
+    assert process.wait(20) == 0  # not after 60 s
 
 
 def test_h3_a_thread_does_not_keep_the_process_and_its_job_is_taken_up_again(

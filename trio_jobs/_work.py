@@ -5,6 +5,7 @@ Signals come in as values, and stopping is cancelling the scope around `serve`.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import logging
 import os
@@ -75,9 +76,9 @@ async def work(
 
 @contextmanager
 def _stop_signals() -> Iterator[AsyncIterator[int]]:
-    """SIGTERM and SIGINT as values, and ignored to the end of the process after a stop in order.
+    """SIGTERM and SIGINT as values; after a stop in order they only end the process sooner.
 
-    Whoever signals then asks for what has been done: it must not change how the process ends.
+    Whoever signals then asks for what has been done: it must not change the exit code.
     """
     others: list[int] = []
 
@@ -95,7 +96,15 @@ def _stop_signals() -> Iterator[AsyncIterator[int]]:
         for number, handler in before.items():
             signal.signal(number, handler)
         raise
+    # Threads of the application may keep the process; but not from a further signal.
     for number in before:
+        signal.signal(number, lambda *_: _exit_now(0))
+    atexit.register(_ignore_signals, before)
+
+
+def _ignore_signals(numbers: Iterable[int]) -> None:
+    # In its last moments the interpreter has no handlers, and a signal would kill it.
+    for number in numbers:
         signal.signal(number, signal.SIG_IGN)
 
 
