@@ -184,12 +184,12 @@ async def test_a_look_that_meets_trouble_is_repeated_without_a_further_event_and
     assert not caplog.records
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError("a clock"), SystemExit("a clock")])
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit, KeyboardInterrupt])
 async def test_an_error_ends_the_watch_and_nothing_else(
-    log: Path, caplog: pytest.LogCaptureFixture, error: BaseException
+    log: Path, caplog: pytest.LogCaptureFixture, error: type[BaseException]
 ) -> None:
     def fail() -> None:
-        raise error
+        raise error("of an application's clock")
 
     before = descriptors()
     async with lookout(log, Looks(fail)) as out:

@@ -19,6 +19,7 @@ from ._batch import Write
 from ._errors import StoreError
 from ._lifecycle import End
 from ._model import Change, Refused
+from ._repeats import FIRST_REPEAT
 from ._workers import Workers
 
 if TYPE_CHECKING:
@@ -63,7 +64,13 @@ class Ends:
             self._is_through(execution)
             self._engine.lost(execution)
         else:
-            self._endings.append(Ending(execution, end, execution.decide(end)))
+            try:
+                change = execution.decide(end)
+            except BaseException as error:  # noqa: ASYNC103 - an application's clock raises anything
+                self._engine.fail(error)
+                self._engine.start(self._decide_later, execution, end)
+                return  # noqa: ASYNC104
+            self._endings.append(Ending(execution, end, change))
         self._wake()
 
     @trio.lowlevel.enable_ki_protection
@@ -78,14 +85,14 @@ class Ends:
             while self._workers.ready and number < len(self._endings) < ENOUGH:
                 number = len(self._endings)
                 await trio.lowlevel.cancel_shielded_checkpoint()
-            self._is_woken = False
             self._hand_over()
             await trio.lowlevel.cancel_shielded_checkpoint()
 
     # Not a part of the loop: that sleeps, and would keep the last rows and their results.
     def _hand_over(self) -> None:
+        writes = list(self._claims())  # before anything is changed: it may fail
+        self._is_woken = False
         endings, self._endings = self._endings, []
-        writes = list(self._claims())
         if endings:
             end = Write("apply", [ending.change for ending in endings])
             end.done = self._engine.guarded(functools.partial(self._answered, endings))
@@ -129,6 +136,10 @@ class Ends:
     @trio.lowlevel.enable_ki_protection
     async def _add_later(self, execution: Execution, end: End) -> None:
         await execution.wait_for_store()
+        self.add(execution, end)
+
+    async def _decide_later(self, execution: Execution, end: End) -> None:
+        await trio.sleep(FIRST_REPEAT)
         self.add(execution, end)
 
     def _is_through(self, execution: Execution) -> None:

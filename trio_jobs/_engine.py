@@ -34,6 +34,7 @@ from ._kinds import Handler
 from ._model import Change, Claimed, ClaimedJob, Fence, Instant, NewJob, Row, State
 from ._pool import Pool
 from ._probation import Probation
+from ._repeats import Repeats
 from ._statistics import Statistics, Tally
 from ._unhandled import Unhandled, UnknownKinds
 from ._workers import wait_left_behind, without_left_open
@@ -84,6 +85,7 @@ class Engine:
         self.retired: list[trio.lowlevel.Task] = []
         """Workers that work no more, because a handler left a nursery open in them."""
         self._grace = grace
+        self._half_lease = lease / 2
         self.host = Host(
             jobs=jobs,
             bridge=self.bridge,
@@ -182,16 +184,20 @@ class Engine:
             self._over.set()
 
     def start(self, loop: Callable[..., Awaitable[None]], *args: object) -> None:
-        """A task of the runner. What it raises stops the runner in order, as in `guarded`."""
+        """A task of the runner. What it raises stops the runner in order, as in `guarded`; to the
+        end of that it is tried again, for handlers have their grace, and ends are written."""
         self.nursery.start_soon(self._run_loop, loop, *args, name=loop)
 
     async def _run_loop(self, loop: Callable[..., Awaitable[None]], *args: object) -> None:
-        try:
-            await loop(*args)
-        except (trio.Cancelled, trio.ClosedResourceError):
-            raise
-        except BaseException as error:  # noqa: ASYNC103 - an application's clock raises anything
-            self.fail(error)  # noqa: ASYNC104
+        repeats = Repeats()
+        while True:
+            try:
+                return await loop(*args)
+            except (trio.Cancelled, trio.ClosedResourceError):
+                raise
+            except BaseException as error:  # noqa: ASYNC103 - an application's clock raises anything
+                self.fail(error)  # noqa: ASYNC104
+            await trio.sleep(repeats.next())
 
     def cut_grace(self) -> None:
         """Stop, and cancel the handlers at once: the command's answer to a second signal."""
@@ -229,7 +235,10 @@ class Engine:
         for pool in self._pools:
             pool.hand_back_waiting()
         is_hopeless = isinstance(self._fatal, StoreError)
-        self._graced.relative_deadline = 0 if is_hopeless else self._grace
+        # What failed may go on failing. Then no lease is renewed, and as each has been until now
+        # half of it is left: nobody else may start what still runs.
+        grace = self._grace if self._fatal is None else min(self._grace, self._half_lease)
+        self._graced.relative_deadline = 0 if is_hopeless else grace
         with self._graced:
             await self._until(self._is_nothing_in_hand)
         for one in self._keeper.in_hand.values():

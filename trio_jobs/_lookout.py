@@ -93,7 +93,10 @@ class Lookout:
                 await self._watch(watch)
         except trio.ClosedResourceError:
             pass  # its `Jobs` has closed
-        except (Exception, SystemExit):  # an application's clock raises anything
+        except trio.Cancelled:
+            raise
+        except BaseException:  # noqa: ASYNC103 - an application's clock raises anything
+            # Out of a system task it would end the program.
             _log.exception("the log is watched no longer; other processes are heard within `poll`")
         finally:
             watch.close()

@@ -362,7 +362,11 @@ class Pool:
             self._engine.fail(error)
 
     def _take(self, claim: Claim, claimed: Claimed) -> None:
-        came_at = self._clock.ticks()
+        try:
+            came_at = self._clock.ticks()
+        except BaseException:  # noqa: ASYNC103 - an application's clock raises anything
+            self._give_back(claimed)
+            raise
         executions: list[Execution] = []
         for job in claimed.jobs:
             handler = self._handlers[job.row.kind]

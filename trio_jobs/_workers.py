@@ -141,16 +141,20 @@ class Workers:
         pace = self._paces.get(execution.row.kind)
         if pace is None or not pace.is_short:
             self._long.add(execution)
-        end = await execution.run(scope, self._engine.begins)
+        try:
+            end = await execution.run(scope, self._engine.begins)
+        except BaseException as error:  # noqa: ASYNC103 - an application's clock raises anything
+            self._engine.fail(error)  # noqa: ASYNC104
+            end = execution.not_started()  # what comes after the start is an end
         self._long.discard(execution)
         self._engine.progress()
         if execution.keyboard_interrupt is not None:
             self._engine.fail(execution.keyboard_interrupt)
         self._busy -= 1
+        self._ended(execution, end)
         took = execution.took()
         if pace is not None and took is not None:
             pace.took(took)
-        self._ended(execution, end)
         return execution.row.id, execution.handler
 
     async def _next(self) -> Execution:
