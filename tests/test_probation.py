@@ -233,7 +233,7 @@ async def test_R5_a_job_that_kills_its_process_ends_dead_and_leaves_no_innocent_
 
 def test_a_lost_job_that_is_given_back_without_a_start_has_proven_nothing() -> None:
     probation = Probation()
-    probation.took((1, 2), 0)
+    probation.took((1, 2))
     beside = probation.allowance(1)
     is_another_free = probation.ended((1, 2), has_started=False)
 
@@ -245,13 +245,28 @@ def test_a_lost_job_that_is_given_back_without_a_start_has_proven_nothing() -> N
 def test_a_suspect_starts_alone_and_not_beside_a_victim_that_lives_its_last_life() -> None:
     probation = Probation()
     victim, suspect = (1, 4), (2, 3)
-    probation.took(victim, 0, is_last_life=True)
+    probation.took(victim, is_last_life=True)
+    probation.began(victim, 0)
     proven = probation.allowance(2_000_000)
     probation.ended(victim)
     free = probation.allowance(2_000_000)
-    probation.took(suspect, 2_000_000, is_suspect=True)
+    probation.took(suspect, is_suspect=True)
     beside = probation.allowance(2_000_001)
 
     assert (proven.limit, proven.takes_suspect) == (2, False)
     assert (free.limit, free.takes_suspect) == (2, True)
     assert (beside.limit, beside.takes_suspect) == (0, False)
+
+
+def test_a_lost_job_that_waits_to_be_started_is_not_proven_by_time() -> None:
+    """It was given back in the end, and two had been started meanwhile."""
+    probation = Probation()
+    probation.took((1, 2))
+    waits = probation.allowance(10_000_000)
+    probation.began((1, 2), 10_000_000)
+    begins = probation.allowance(10_999_999)
+    proof = probation.next_proof()
+    runs = probation.allowance(11_000_000)
+
+    assert (waits.limit, begins.limit, runs.limit) == (0, 0, 2)
+    assert proof == 11_000_000

@@ -308,7 +308,6 @@ class Engine:
         if job.taken_up:
             self.probation.took(
                 execution.fence,
-                self.clock.now(),
                 is_suspect=job.is_suspect,
                 is_last_life=job.row.attempt >= execution.handler.kind.policy.attempts,
             )
@@ -316,6 +315,9 @@ class Engine:
     def begins(self, execution: Execution, now: Instant) -> None:
         self._tally.started += 1
         self._keeper.begins(execution, now)
+        if self.probation.began(execution.fence, now):
+            for pool in self._pools:
+                pool.sleep_no_longer()
 
     def wrote(self, execution: Execution, change: Change) -> None:
         """Its end is on disk."""

@@ -43,7 +43,7 @@ class Pool:
         self._handlers = dict(handlers)
         self._policies = {name: one.kind.policy for name, one in handlers.items()}
         self.workers = Workers(engine, workers, handlers, self._ended)
-        self.ends = Ends(engine, self.workers, self._next_claims, self._sleep_no_longer)
+        self.ends = Ends(engine, self.workers, self._next_claims, self.sleep_no_longer)
         self._may_go_ahead = True
         self._host = engine.host
         self._alarm = Alarm(engine.clock, engine.poll)
@@ -113,7 +113,7 @@ class Pool:
         """Somebody else may have committed: claim if so."""
         self._agenda.heard_others(self._clock.now())
         self._claim_if_useful()
-        self._sleep_no_longer()
+        self.sleep_no_longer()
 
     def lost_jobs_may_start(self) -> None:
         """More of them than before."""
@@ -315,7 +315,7 @@ class Pool:
             self.wake()
         self._engine.progress()
         self._claim_if_useful()
-        self._sleep_no_longer()
+        self.sleep_no_longer()
 
     def _saw(self, look: Write, claimed: Claimed) -> None:
         if look.unless is not None:
@@ -324,8 +324,8 @@ class Pool:
                 self._engine.look_found_jobs()
             self._engine.unknown_kinds.may_be_new()
 
-    def _sleep_no_longer(self) -> None:
-        """There is room that was not there, or a due time was learnt."""
+    def sleep_no_longer(self) -> None:
+        """There is room that was not there, or an instant to claim at was learnt."""
         instant = earliest(self._next_instant(), self._next_look())
         if instant is not None:
             self._alarm.bring_forward(instant)

@@ -30,7 +30,7 @@ class Probation:
 
     def __init__(self) -> None:
         self._proven = 0
-        self._unproven: dict[Fence, Instant] = {}  # and since when
+        self._unproven: dict[Fence, Instant | None] = {}  # and since when it runs, if it does
         self._suspect: Fence | None = None
         self._last_lives: set[Fence] = set()
         self._is_reserved = False
@@ -39,7 +39,7 @@ class Probation:
     def allowance(self, now: Instant) -> Allowance:
         """What may be started now."""
         for fence, since in list(self._unproven.items()):
-            if not since <= now < since + PROVEN_AFTER:
+            if since is not None and not since <= now < since + PROVEN_AFTER:
                 self._prove(fence)
         limit = max(0, 1 + self._proven - len(self._unproven))
         if self._suspect in self._unproven:
@@ -63,14 +63,19 @@ class Probation:
         self._is_reserved = False
         return is_another_waiting
 
-    def took(
-        self, fence: Fence, now: Instant, *, is_suspect: bool = False, is_last_life: bool = False
-    ) -> None:
-        self._unproven[fence] = now
+    def took(self, fence: Fence, *, is_suspect: bool = False, is_last_life: bool = False) -> None:
+        self._unproven[fence] = None
         if is_suspect:
             self._suspect = fence
         if is_last_life:
             self._last_lives.add(fence)
+
+    def began(self, fence: Fence, now: Instant) -> bool:
+        """Its handler starts. True if that will prove it, in time."""
+        if fence not in self._unproven:
+            return False
+        self._unproven[fence] = now
+        return True
 
     def ended(self, fence: Fence, *, has_started: bool = True) -> bool:
         """True if others may start because of it."""
@@ -90,4 +95,5 @@ class Probation:
 
     def next_proof(self) -> Instant | None:
         """When the next of them will have run for long enough."""
-        return min(self._unproven.values()) + PROVEN_AFTER if self._unproven else None
+        running = [since for since in self._unproven.values() if since is not None]
+        return min(running) + PROVEN_AFTER if running else None

@@ -23,6 +23,7 @@ KEPT_WITH_FLAVOUR: Final[Mapping[int, str]] = {
     3006111: "a lost row that was given back without a start let others start as if it were proven",
     3029311: "the same",
     3034489: "the same",
+    7004102: "a lost row that waited for its start counted as proven by time",
     2002399: "a judge: the news of an end was under way when somebody began to wait for the job",
     1009524: "a judge: a lost row whose payload does not decode is proven without a start",
     1013249: "a judge: whose clock is wrong ends a claim, and a third process starts the job again",
