@@ -71,7 +71,7 @@ async def work(
                             "there was no file %s: it is new, and has no jobs yet", database
                         )
             nursery.cancel_scope.cancel()
-    _log.info("stopped")
+        _log.info("stopped")  # after this block a signal ends the process
 
 
 @contextmanager
