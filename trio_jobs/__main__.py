@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import TypeVar
@@ -15,6 +15,7 @@ import click
 import trio
 
 from . import _display
+from ._attempt import leaves_of
 from ._demo import find_duplicates
 from ._errors import TrioJobsError
 from ._job import Job
@@ -231,7 +232,7 @@ def _run(fn: Callable[[], Awaitable[T]]) -> T:
     try:
         return trio.run(fn)
     except (TrioJobsError, click.ClickException, KeyboardInterrupt, BaseExceptionGroup) as error:
-        leaves = list(_leaves(error))
+        leaves = leaves_of(error)
         if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
             raise click.exceptions.Exit(130) from None
         for leaf in leaves:
@@ -239,14 +240,6 @@ def _run(fn: Callable[[], Awaitable[T]]) -> T:
                 sort = BadArgument if isinstance(leaf, BadArgument) else click.ClickException
                 raise sort(_display.printable(str(leaf))) from None
         raise
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for part in error.exceptions:
-            yield from _leaves(part)
-    else:
-        yield error
 
 
 if __name__ == "__main__":

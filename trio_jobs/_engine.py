@@ -27,7 +27,7 @@ import trio
 from ._attempt import Execution, Host, Stop
 from ._batch import Done
 from ._errors import StoreError
-from ._instants import microseconds
+from ._instants import MICROSECONDS, microseconds
 from ._jobs import Jobs
 from ._keeper import Keeper
 from ._kinds import Handler
@@ -85,7 +85,6 @@ class Engine:
         self.retired: list[trio.lowlevel.Task] = []
         """Workers that work no more, because a handler left a nursery open in them."""
         self._grace = grace
-        self._half_lease = lease / 2
         self.host = Host(
             jobs=jobs,
             bridge=self.bridge,
@@ -237,7 +236,8 @@ class Engine:
         is_hopeless = isinstance(self._fatal, StoreError)
         # What failed may go on failing. Then no lease is renewed, and as each has been until now
         # half of it is left: nobody else may start what still runs.
-        grace = self._grace if self._fatal is None else min(self._grace, self._half_lease)
+        half = self.lease / MICROSECONDS / 2
+        grace = self._grace if self._fatal is None else min(self._grace, half)
         self._graced.relative_deadline = 0 if is_hopeless else grace
         with self._graced:
             await self._until(self._is_nothing_in_hand)
